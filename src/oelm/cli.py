@@ -1,0 +1,53 @@
+"""The command line: verbs only. Each parses, calls, prints.
+
+Nothing heavy is imported here: `oelm --help` must not wait for torch.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from oelm.errors import AuditError, UserError
+from oelm.version import __version__
+
+app = typer.Typer(
+    name="oelm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Does freezing orthogonal query/key projections pay on your task?",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"oelm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo() -> None:
+    """The main job on embedded data: a fair comparison with a verdict."""
+    raise UserError("the demo is a study, and studies are not part of this version yet")
+
+
+def main() -> None:
+    """Run the command line: exit code 2 and one line for a user's mistake, no traceback."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"oelm: {error}", err=True)
+        sys.exit(2)
+    except AuditError as error:
+        typer.echo(f"oelm: {error}", err=True)
+        sys.exit(1)

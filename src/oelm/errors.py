@@ -1,0 +1,9 @@
+"""Errors that are the user's to mend: the command line prints them as one line and exits with 2."""
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used. The message says what, where, and what to do."""
+
+
+class AuditError(RuntimeError):
+    """A frozen weight moved, lost its orthonormality, or a parameter is not as its method says."""
