@@ -1,1 +1,60 @@
-"""OELM Transformers."""
+"""OELM Transformers: freeze orthogonal query and key projections, train the rest, compare fairly."""
+
+import sys
+from pathlib import Path
+
+from oelm.version import __version__
+
+
+def _is_command_line() -> bool:
+    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or ["-m", "oelm"] == sys.orig_argv[1:3]
+
+
+# `oelm --help` must not wait seconds for torch, so the command line imports what a verb needs itself.
+# Everyone else gets the whole surface, and the reference GPT registered with transformers' Auto classes.
+if not _is_command_line():
+    from oelm.audit import Audit, Fingerprint, audit, fingerprint
+    from oelm.convert import ConversionReport, convert, load, refreeze, release
+    from oelm.create import create_oelm_classifier, to_gpt2
+    from oelm.errors import AuditError, UserError
+    from oelm.families import FAMILIES, Attention, Family
+    from oelm.gpt import (
+        OelmGPTConfig,
+        OelmGPTForCausalLM,
+        OelmGPTForQuestionAnswering,
+        OelmGPTForSequenceClassification,
+        OelmGPTForTokenClassification,
+        OelmGPTModel,
+        gpt_config,
+    )
+    from oelm.method import PRESETS, Method, get_method
+
+    __all__ = [
+        "FAMILIES",
+        "PRESETS",
+        "Attention",
+        "Audit",
+        "AuditError",
+        "ConversionReport",
+        "Family",
+        "Fingerprint",
+        "Method",
+        "OelmGPTConfig",
+        "OelmGPTForCausalLM",
+        "OelmGPTForQuestionAnswering",
+        "OelmGPTForSequenceClassification",
+        "OelmGPTForTokenClassification",
+        "OelmGPTModel",
+        "UserError",
+        "__version__",
+        "audit",
+        "convert",
+        "create_oelm_classifier",
+        "fingerprint",
+        "get_method",
+        "gpt_config",
+        "load",
+        "refreeze",
+        "release",
+        "to_gpt2",
+    ]

@@ -1,0 +1,271 @@
+"""Apply a Method to a model in place. The model keeps its class and works with any trainer."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oelm.audit import audit, frozen_digest, method_of
+from oelm.errors import UserError
+from oelm.families import Site, block_gain, find_sites, frozen_names, whole_model_roles
+from oelm.fused import SplitQKV
+from oelm.method import HEAD_ROLES, Method, get_method, select_layers
+from oelm.orthogonal import draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.version import __version__
+
+REFERENCE_GPT = "oelm-gpt"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happened to one role: how it starts and what of it is frozen."""
+
+    role: str
+    tensors: int
+    heads: int
+    start: str
+    gain: str
+    frozen: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` did. Prints as a table."""
+
+    model: str
+    method: str
+    seed: int
+    init: str
+    total: int
+    frozen: int
+    rows: tuple[Row, ...] = field(repr=False)
+
+    @property
+    def trainable(self) -> int:
+        return self.total - self.frozen
+
+    def __str__(self) -> str:
+        header = ("role", "tensors", "heads", "starts as", "gain", "frozen", "parameters")
+        body = [
+            (r.role, str(r.tensors), str(r.heads or "-"), r.start, r.gain, r.frozen, f"{r.parameters:,}") for r in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
+        numeric = (1, 2, 6)
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i in numeric else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in (header, *body)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        share = 100 * self.frozen / self.total
+        return "\n".join(
+            [
+                f"{self.model}: method {self.method}, seed {self.seed}",
+                *lines,
+                f"parameters {self.total:,} = {self.trainable:,} trainable + {self.frozen:,} frozen ({share:.1f} %)",
+            ]
+        )
+
+
+def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0) -> ConversionReport:
+    """Initialise and freeze what the method says, in place, and report it.
+
+    The model keeps its class; `config.oelm` records what was done, and is saved with it. Anything
+    that cannot be done is refused before the model is touched.
+    """
+    method = get_method(method)
+    _refuse_unfit(model)
+    sites = find_sites(model)
+    _refuse_unfit_weights(sites)
+    init = _resolve_init(model, method)
+    new = [
+        (site, kind, _new_weight(site, kind, init, method, seed))
+        for site in sites
+        if (kind := method.start.get(site.role)) is not None
+    ]
+    already_frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    # From here on nothing can fail: the model is changed.
+    for site, kind, weight in new:
+        site.write(weight)
+        if _is_drawn(kind, init):
+            site.zero_bias()  # a bias belongs to the weight it was trained with
+    _freeze(model, method)
+    model.config.oelm = {
+        "method": method.to_dict(),
+        "seed": seed,
+        "init": init,
+        "already_frozen": already_frozen,  # by the architecture or the user, not by the method
+        "version": __version__,
+        "digest": frozen_digest(model, method),
+    }
+    return _report(model, method, seed, init)
+
+
+def refreeze(model: PreTrainedModel) -> PreTrainedModel:
+    """Restore the frozen state of a converted model after a plain `from_pretrained`, which loses it.
+
+    The frozen weights are checked against the digest in the config: a checkpoint in which they were
+    trained after all is refused.
+    """
+    method = method_of(model)
+    _freeze(model, method)
+    audit(model)
+    return model
+
+
+def load(path: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a converted model with its own class and its frozen state. `kwargs` go to `from_pretrained`."""
+    import transformers
+
+    import oelm.gpt
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    if not getattr(config, "oelm", None):
+        raise UserError(f"{path} was not converted by oelm: its config.json has no 'oelm' entry")
+    name = (config.architectures or [""])[0]
+    cls = getattr(oelm.gpt, name, None) or getattr(transformers, name, None)
+    if cls is None:
+        raise UserError(f"{path}: config.json names the architecture {name!r}, which transformers does not know")
+    return refreeze(cls.from_pretrained(path, **kwargs))
+
+
+def release(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn a converted model back into an ordinary one: everything trains, fused matrices are fused again."""
+    method_of(model)
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, SplitQKV):
+            _replace(model, path, module.to_fused())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in model.config.oelm["already_frozen"])
+    del model.config.oelm
+    return model
+
+
+def _refuse_unfit(model: PreTrainedModel) -> None:
+    record = getattr(getattr(model, "config", None), "oelm", None)
+    if record:
+        raise UserError(
+            f"this model is already converted (method {record['method']['name']}, seed {record['seed']}); "
+            "call oelm.release(model) first to make it an ordinary model again"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise UserError("this model is quantised: convert the full-precision model, then quantise it")
+    if getattr(getattr(model, "config", None), "add_cross_attention", False) and model.config.model_type == "gpt2":
+        raise UserError("GPT-2 with cross-attention is not supported: its cross-attention fuses K and V only")
+
+
+def _refuse_unfit_weights(sites: list[Site]) -> None:
+    owners: dict[int, Site] = {}
+    for site in sites:
+        weight = site.module.weight
+        assert isinstance(weight, Tensor)
+        if weight.is_meta:
+            raise UserError(f"{site.path} is on the meta device and has no values: load the weights first")
+        if hasattr(weight, "full_tensor"):
+            raise UserError(f"{site.path} is sharded: convert the model before FSDP wraps it")
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise UserError(f"{site.path} is quantised ({weight.dtype}): convert the full-precision model instead")
+        other = owners.setdefault(weight.data_ptr(), site)
+        if other.module is not site.module:
+            raise UserError(
+                f"{other.path} and {site.path} share one weight (tied): one cannot start or freeze without the other"
+            )
+
+
+def _resolve_init(model: PreTrainedModel, method: Method) -> str:
+    if method.init != "auto":
+        return method.init
+    from_scratch = model.config.model_type == REFERENCE_GPT and not model.config.name_or_path
+    return "fresh" if from_scratch else "own"
+
+
+def _is_drawn(kind: str, init: str) -> bool:
+    return kind != "polar" and not (kind == "orthogonal" and init == "own")
+
+
+def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> Tensor:
+    weight = site.weight
+    out, in_ = weight.shape
+    if site.role in HEAD_ROLES:
+        blocks, transposed = to_blocks(weight, site.heads), False
+    else:  # one block for the whole matrix, its smaller side orthonormal
+        transposed = out > in_
+        blocks = to_blocks(weight.t() if transposed else weight, 1)
+    if _is_drawn(kind, init):
+        heads, d_model, head_dim = blocks.shape
+        blocks = draw_blocks(kind, d_model, heads, head_dim, seed=seed, name=site.name)
+    else:
+        blocks = polar_factor(blocks) if kind == "polar" else q_factor(blocks)
+    if site.role in HEAD_ROLES and kind != "normal":
+        blocks = blocks * block_gain(site, method)
+    new = torch.from_numpy(to_weight(blocks))
+    return (new.t() if transposed else new).to(weight.device, weight.dtype)
+
+
+def _freeze(model: PreTrainedModel, method: Method) -> None:
+    """Freeze what the method says, splitting a fused matrix where only a part of it is frozen."""
+    for site in find_sites(model):
+        layers = method.freeze.get(site.role)
+        if site.part is not None and layers and site.layer in select_layers(layers, site.num_layers):
+            module = model.get_submodule(site.path)
+            if not isinstance(module, SplitQKV):
+                _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
+    wanted = frozen_names(model, method)
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            parameter.requires_grad_(False)
+
+
+def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    new.train(model.training)
+    setattr(model.get_submodule(parent), name, new)
+
+
+def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> ConversionReport:
+    wanted = frozen_names(model, method)
+    by_role: dict[str, list[Site]] = {}
+    for site in find_sites(model):
+        by_role.setdefault(site.role, []).append(site)
+    rows = []
+    for role, sites in by_role.items():
+        kind = method.start.get(role)
+        start = "as it was"
+        if kind is not None:
+            start = f"{kind}, fresh" if _is_drawn(kind, init) else f"{kind}, from its own weight"
+        scaled = role in HEAD_ROLES and kind not in (None, "normal")
+        gains = {f"{block_gain(site, method):.3g}" for site in sites} if scaled else {"-"}
+        counts = Counter(f"{site.path}.weight" in wanted for site in sites)
+        frozen = {0: "no", len(sites): "yes"}.get(counts[True], f"{counts[True]} of {len(sites)} tensors")
+        rows.append(
+            Row(
+                role,
+                len(sites),
+                sum(site.heads for site in sites) if role in HEAD_ROLES else 0,
+                start,
+                "/".join(sorted(gains)),
+                frozen,
+                sum(site.parameters for site in sites),
+            )
+        )
+    for role, modules in whole_model_roles(model).items():
+        # A norm or a tied matrix may be registered twice; it is one parameter.
+        unique = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
+        frozen = "yes" if role in method.freeze else "no"
+        rows.append(Row(role, len(unique), 0, "as it was", "-", frozen, sum(unique.values())))
+    parameters = [*model.parameters()]
+    return ConversionReport(
+        model=type(model).__name__,
+        method=method.name,
+        seed=seed,
+        init=init,
+        total=sum(p.numel() for p in parameters),
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        rows=tuple(rows),
+    )

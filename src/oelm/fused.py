@@ -1,0 +1,159 @@
+"""Fused Q/K/V: three parameters, one product.
+
+Some architectures store query, key and value as one matrix. A part of a parameter cannot be frozen:
+masking its gradient leaves AdamW's weight decay shrinking it. And splitting the *product* to freeze
+a part costs more time than freezing saves. So the parameters are split and the product is not: one
+matrix multiplication forward; backward, a weight gradient for the parts that train and no others.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+PARTS = ("q", "k", "v")
+
+
+def as_linear(module: nn.Module) -> Tensor:
+    """A projection's weight as `nn.Linear` stores it, (out, in). A view: writing to it writes the weight."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def part_view(tensor: Tensor, index: int, heads: int, layout: str) -> Tensor:
+    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view.
+
+    "concat" stores all of q, then all of k, then all of v; "per-head" stores q, k and v of head 0,
+    then those of head 1, and so on.
+    """
+    if layout == "concat":
+        return tensor.unflatten(0, (3, -1))[index]
+    return tensor.unflatten(0, (heads, 3, -1))[:, index]
+
+
+def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
+    """The inverse of `part_view`: q, k and v of equal shape into one tensor."""
+    if layout == "concat":
+        return torch.cat(list(parts))
+    return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str], *trained: Any
+    ) -> Tensor:
+        # `trained` holds (weight, bias) of q, k and v in turn, None where a part does not train: the
+        # values are in `weight` already, they are passed so that autograd returns gradients to them.
+        ctx.save_for_backward(x, weight)
+        ctx.pick = pick
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        heads, layout = ctx.pick
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
+        wanted = ctx.needs_input_grad[4:]
+        grads: list[Tensor | None] = [None] * len(wanted)
+        for index in range(3):
+            if not (wanted[2 * index] or wanted[2 * index + 1]):
+                continue
+            part = part_view(flat_grad.t(), index, heads, layout).reshape(-1, flat_grad.shape[0])
+            if wanted[2 * index]:
+                grads[2 * index] = part @ flat_x
+            if wanted[2 * index + 1]:
+                grads[2 * index + 1] = part.sum(1)
+        return (grad_x, None, None, None, *grads)
+
+
+def packed_linear(x: Tensor, parts: Sequence[nn.Linear], heads: int, layout: str = "concat") -> Tensor:
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
+    weights = [part.weight for part in parts]
+    biases = None if parts[0].bias is None else [part.bias for part in parts]
+    tensors = [*weights, *(biases or [])]
+    if all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors):
+        bias = None if biases is None else fuse(biases, heads, layout)
+        return F.linear(x, fuse(weights, heads, layout), bias)
+    with torch.no_grad():
+        weight = fuse(weights, heads, layout)
+        bias = None if biases is None else fuse(biases, heads, layout)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # autocast does not reach inside a custom function's backward
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    trained = [
+        t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
+    ]
+    return _PackedProduct.apply(x, weight, bias, (heads, layout), *trained)
+
+
+class SplitQKV(nn.Module):
+    """Stands where a fused projection stood: same outputs, same state dict, but q, k and v are parameters
+    of their own (`q.weight`, `k.weight`, ...), so that each trains or is frozen by itself."""
+
+    def __init__(self, fused: nn.Linear | Conv1D, heads: int, layout: str) -> None:
+        super().__init__()
+        self.heads, self.layout = heads, layout
+        self.transposed = isinstance(fused, Conv1D)
+        weight, bias = as_linear(fused), fused.bias
+        for index, name in enumerate(PARTS):
+            part = nn.Linear(weight.shape[1], weight.shape[0] // 3, bias=bias is not None, device="meta")
+            trains = fused.weight.requires_grad
+            part.weight = nn.Parameter(_contiguous_part(weight, index, heads, layout), requires_grad=trains)
+            if bias is not None:
+                part.bias = nn.Parameter(_contiguous_part(bias, index, heads, layout), requires_grad=trains)
+            self.add_module(name, part)
+        self.register_state_dict_post_hook(_save_fused)
+        self.register_load_state_dict_pre_hook(_load_fused)
+
+    @property
+    def parts(self) -> list[nn.Linear]:
+        return [getattr(self, name) for name in PARTS]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return packed_linear(x, self.parts, self.heads, self.layout)
+
+    def to_fused(self) -> nn.Linear | Conv1D:
+        """The module this one replaced, with the weights as they are now."""
+        weight = fuse([part.weight.detach() for part in self.parts], self.heads, self.layout)
+        out, in_ = weight.shape
+        has_bias = self.parts[0].bias is not None
+        fused: nn.Linear | Conv1D
+        fused = Conv1D(out, in_) if self.transposed else nn.Linear(in_, out, bias=has_bias)
+        fused.weight = nn.Parameter(weight.t().contiguous() if self.transposed else weight)
+        if has_bias:
+            fused.bias = nn.Parameter(fuse([part.bias.detach() for part in self.parts], self.heads, self.layout))
+        return fused
+
+
+def _contiguous_part(tensor: Tensor, index: int, heads: int, layout: str) -> Tensor:
+    part = part_view(tensor.detach(), index, heads, layout)
+    return part.reshape(-1, *tensor.shape[1:]).contiguous().clone()
+
+
+def _save_fused(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(module, SplitQKV)
+    for kind in ("weight", "bias"):
+        keys = [f"{prefix}{name}.{kind}" for name in PARTS]
+        if keys[0] in state:
+            tensor = fuse([state.pop(key) for key in keys], module.heads, module.layout)
+            state[prefix + kind] = tensor.t().contiguous() if module.transposed and kind == "weight" else tensor
+
+
+def _load_fused(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    assert isinstance(module, SplitQKV)
+    for kind in ("weight", "bias"):
+        tensor = state.pop(prefix + kind, None)
+        if tensor is not None:
+            tensor = tensor.t() if module.transposed and kind == "weight" else tensor
+            for index, name in enumerate(PARTS):
+                state[f"{prefix}{name}.{kind}"] = _contiguous_part(tensor, index, module.heads, module.layout)

@@ -1,0 +1,422 @@
+"""The reference GPT: language model, classifiers and question answering, as Hugging Face models.
+
+Pre-LayerNorm, GELU, attention projections without bias, feed-forward with bias, learned or rotary
+positions, the language-model head tied to the embedding. Language models attend causally; all
+others attend in both directions.
+
+How every tensor starts, each from a generator keyed by (config.init_seed, its own name), so that two
+models that differ in one tensor share all the others bit for bit:
+
+    token and position embeddings, all projections, task heads   N(0, 0.02^2)
+    LayerNorm weights 1, all biases 0
+    q_proj and k_proj                                            as the method in config.oelm says, if any
+
+Shapes in comments: B texts, T positions, S positions seen (T plus cached), C = d_model, H heads, D = C / H.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from oelm.convert import REFERENCE_GPT, convert, refreeze
+from oelm.errors import UserError
+from oelm.fused import packed_linear
+from oelm.method import Method
+from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
+
+
+class OelmGPTConfig(PreTrainedConfig):
+    """`oelm` holds the method a model was converted with, `init_seed` where its weights start."""
+
+    model_type = REFERENCE_GPT
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "d_ff",
+    }
+
+    vocab_size: int = 50257
+    max_position_embeddings: int = 512
+    d_model: int = 512
+    num_layers: int = 6
+    num_heads: int = 8
+    d_ff: int | None = None  # 4 * d_model
+    positions: str = "learned"  # or "rotary"
+    rope_theta: float = 10000.0
+    dropout: float = 0.0  # embeddings, residual branches, task head
+    attention_dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    pooling: str = "last"  # the last valid token goes to the classifier; or "mean"
+    init_seed: int = 0
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    oelm: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.d_ff = self.d_ff or 4 * self.d_model
+        if self.d_model % self.num_heads:
+            raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
+        if self.positions not in ("learned", "rotary"):
+            raise UserError(f"positions must be 'learned' or 'rotary', not {self.positions!r}")
+        if self.positions == "rotary" and self.d_model // self.num_heads % 2:
+            raise UserError(f"rotary positions need an even head size, not {self.d_model // self.num_heads}")
+        if self.pooling not in ("last", "mean"):
+            raise UserError(f"pooling must be 'last' or 'mean', not {self.pooling!r}")
+        super().__post_init__(**kwargs)
+
+
+# Named sizes: (layers, d_model, heads, positions).
+_SIZES = {
+    "gpt-tiny": (2, 128, 4, 512),
+    "gpt-small": (4, 256, 4, 512),
+    "gpt-medium-512": (6, 512, 8, 512),
+    "gpt-large": (8, 768, 12, 512),
+    "gpt2-small": (12, 768, 12, 1024),
+    "gpt2-medium": (24, 1024, 16, 1024),
+    "gpt2-large": (36, 1280, 20, 1024),
+    "gpt2-xl": (48, 1600, 25, 1024),
+}
+PRESETS = tuple(_SIZES)
+
+
+def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
+    """The configuration of a named size; keyword arguments override its fields."""
+    if preset not in _SIZES:
+        raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
+    layers, d_model, heads, positions = _SIZES[preset]
+    fields = {"num_layers": layers, "d_model": d_model, "num_heads": heads, "max_position_embeddings": positions}
+    return OelmGPTConfig(**{**fields, **overrides})
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.num_heads, self.layer_idx = config.num_heads, layer_idx
+        self.attention_dropout = config.attention_dropout
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
+        qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads)  # (B, T, 3C)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))  # (B, H, T, D)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
+        dropout = self.attention_dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__()
+        self.fc_in = nn.Linear(config.d_model, config.d_ff)
+        self.fc_out = nn.Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc_out(F.gelu(self.fc_in(x)))
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.attn = SelfAttention(config, layer_idx)
+        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """cos and sin of every position's angles, stacked: (2, B, 1, T, D/2), float32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions[:, None, :, None].float() * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle. Lengths, and so orthonormality, stay."""
+    cos, sin = rotation.to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+def attention_mask_of(valid: Tensor, queries: int, causal: bool) -> Tensor:
+    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S).
+
+    A padded query may look at itself: with nothing to look at its softmax would be NaN, and the NaN
+    would reach real tokens through the next layer.
+    """
+    seen = valid.shape[1]
+    query = torch.arange(seen - queries, seen, device=valid.device)[:, None]
+    key = torch.arange(seen, device=valid.device)[None, :]
+    mask = valid[:, None, None, :].bool()
+    if causal:
+        mask = mask & (key <= query)
+    return mask | (key == query)
+
+
+class OelmGPTPreTrainedModel(PreTrainedModel):
+    config_class = OelmGPTConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        path = next((name for name, other in self.named_modules() if other is module), "")
+        path = path.removeprefix(self.base_model_prefix + ".")
+        for suffix, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{suffix}"
+            if isinstance(module, nn.LayerNorm):
+                initialization.constant_(parameter, 1.0 if suffix == "weight" else 0.0)
+            elif suffix == "bias":
+                initialization.zeros_(parameter)
+            elif not getattr(parameter, "_is_hf_initialized", False):
+                initialization.copy_(parameter, self._start(name, parameter.shape))
+
+    def _start(self, name: str, shape: torch.Size) -> Tensor:
+        seed = self.config.init_seed
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # head by head, the same draws as kind "normal"
+            heads, d_model = self.config.num_heads, self.config.d_model
+            blocks = draw_blocks("normal", d_model, heads, d_model // heads, seed=seed, name=name)
+            return torch.from_numpy(to_weight(blocks)).float()
+        return torch.from_numpy(generator(seed, name).standard_normal(shape, dtype="float32") * NORMAL_STD)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if model.config.oelm:
+            refreeze(model)  # transformers makes every loaded parameter trainable
+        return loaded
+
+
+class OelmGPTModel(OelmGPTPreTrainedModel):
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.wpe = nn.Embedding(config.max_position_embeddings, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
+        self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.causal = True
+        self.post_init()
+        # A config that names a method is honoured when a model is built from it. While `from_pretrained`
+        # builds one on the meta device there is nothing to convert yet; it refreezes after loading.
+        if config.oelm and not self.wte.weight.is_meta:
+            record, config.oelm = config.oelm, None
+            convert(self, Method.from_dict(record["method"]), seed=record["seed"])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.wte = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool = False,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
+        length, device = x.shape[1], x.device
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        seen = length + (past_key_values.get_seq_length() if past_key_values is not None else 0)
+        if self.config.positions == "learned" and seen > self.config.max_position_embeddings:
+            raise UserError(f"{seen} positions, but this model has {self.config.max_position_embeddings}")
+        if position_ids is None:
+            # Padding does not count: a text gives the same result wherever its padding stands.
+            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+            position_ids = (valid.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        mask, causal = None, self.causal
+        if attention_mask is not None or (self.causal and 1 < length < seen):
+            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+            mask, causal = attention_mask_of(valid, length, self.causal), False
+        rotation = None
+        if self.config.positions == "learned":
+            x = x + self.wpe(position_ids)
+        else:
+            head_dim = self.config.d_model // self.config.num_heads
+            rotation = rotation_of(position_ids, head_dim, self.config.rope_theta)
+        x = self.dropout(x)
+        hidden = []
+        for block in self.h:
+            hidden.append(x)
+            x = block(x, mask, causal and length > 1, rotation, past_key_values)
+        x = self.ln_f(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+
+class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.transformer = OelmGPTModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Labels are the input ids; they are shifted here, -100 is ignored."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        out = self.transformer(input_ids, attention_mask, use_cache=use_cache, **kwargs)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+
+class _Bidirectional(OelmGPTPreTrainedModel):
+    """What the models that read a whole text share: attention in both directions, dropout, a linear head."""
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.transformer = OelmGPTModel(config)
+        self.transformer.causal = False
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+
+class OelmGPTForSequenceClassification(_Bidirectional):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        out = self.transformer(input_ids, attention_mask, **kwargs)
+        x = out.last_hidden_state
+        valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
+        if self.config.pooling == "mean":
+            weight = valid.to(x.dtype)[..., None]
+            pooled = (x * weight).sum(1) / weight.sum(1)
+        else:
+            position = torch.arange(x.shape[1], device=x.device)
+            last = (valid.long() * position).argmax(1)  # right of it there is only padding
+            pooled = x[torch.arange(x.shape[0], device=x.device), last]
+        logits = self.classifier(self.dropout(pooled))
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+
+class OelmGPTForTokenClassification(_Bidirectional):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """-100 among the labels is ignored."""
+        out = self.transformer(input_ids, attention_mask, **kwargs)
+        logits = self.classifier(self.dropout(out.last_hidden_state))
+        loss = None if labels is None else F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+
+class OelmGPTForQuestionAnswering(_Bidirectional):
+    """Two scores per token: the answer starts here, the answer ends here."""
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        config.num_labels = 2
+        super().__init__(config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        out = self.transformer(input_ids, attention_mask, **kwargs)
+        start, end = self.classifier(self.dropout(out.last_hidden_state)).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = (F.cross_entropy(start.float(), start_positions) + F.cross_entropy(end.float(), end_positions)) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
+        )
+
+
+AutoConfig.register(REFERENCE_GPT, OelmGPTConfig)
+AutoModel.register(OelmGPTConfig, OelmGPTModel)
+AutoModelForCausalLM.register(OelmGPTConfig, OelmGPTForCausalLM)
+AutoModelForSequenceClassification.register(OelmGPTConfig, OelmGPTForSequenceClassification)
+AutoModelForTokenClassification.register(OelmGPTConfig, OelmGPTForTokenClassification)
+AutoModelForQuestionAnswering.register(OelmGPTConfig, OelmGPTForQuestionAnswering)

@@ -1,0 +1,142 @@
+"""Method = how the projections start x what is frozen. Presets are data; nothing here touches a model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from oelm.errors import UserError
+from oelm.orthogonal import KINDS
+
+# What a parameter can be in a Transformer, whatever its architecture calls it.
+ROLES = ("q", "k", "v", "o", "ffn_in", "ffn_out", "embeddings", "norms")
+HEAD_ROLES = ("q", "k")  # start head by head; the others as one block
+START_ROLES = ("q", "k", "ffn_in", "ffn_out")
+
+# A role may also start from the weight that is there.
+OWN_KINDS = ("polar",)
+# Where an "orthogonal" block comes from: drawn, or the Q factor of the weight that is there.
+INITS = ("auto", "fresh", "own")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is prepared for training.
+
+    start   role -> kind of block it starts from (`orthogonal.KINDS`, or "polar"); a role not named
+            keeps the weight it has.
+    init    "fresh" draws orthogonal blocks, "own" takes the Q factor of each head's own block, and
+            "auto" is "fresh" for a reference GPT from scratch and "own" for every other model.
+    gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
+            in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
+    freeze  role -> the layers whose parameters never train: "all", or Python's way of slicing the
+            layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5".
+    """
+
+    name: str = "custom"
+    start: Mapping[str, str] = field(default_factory=dict)
+    init: str = "auto"
+    gain: float | str = "family"
+    freeze: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role, kind in self.start.items():
+            _known(role, START_ROLES, "role that can be initialised")
+            _known(kind, (*KINDS, *OWN_KINDS), "kind of block")
+            if role not in HEAD_ROLES and kind != "orthogonal":
+                raise UserError(f"{role} can start as 'orthogonal' only, not {kind!r}")
+        for role, layers in self.freeze.items():
+            _known(role, ROLES, "role")
+            select_layers(layers, 1)
+            if role in ("embeddings", "norms") and layers != "all":
+                raise UserError(f"{role} are frozen in the whole model or not at all: use 'all', not {layers!r}")
+        _known(self.init, INITS, "init")
+        if "polar" in self.start.values() and self.init == "fresh":
+            raise UserError("'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it")
+        if self.gain != "family" and not (
+            isinstance(self.gain, int | float) and not isinstance(self.gain, bool) and 0 < self.gain < float("inf")
+        ):
+            raise UserError(f"gain must be a positive number or 'family', not {self.gain!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, the inverse of `from_dict`."""
+        return {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Method":
+        """A Method from its JSON form. With a preset's name, the other keys override that preset."""
+        for key in values:
+            _known(key, tuple(f.name for f in fields(cls)), "field of a method")
+        name = values.get("name", "custom")
+        if name == "custom":
+            return cls(**values)
+        return replace(get_method(name), **{k: v for k, v in values.items() if k != "name"})
+
+
+def _known(value: Any, known: tuple[str, ...], what: str) -> None:
+    if value not in known:
+        raise UserError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+
+
+def select_layers(selection: str, num_layers: int) -> set[int]:
+    """The layer numbers a selection names in a stack of this many layers."""
+    every = range(num_layers)
+    if selection == "all":
+        return set(every)
+    if re.fullmatch(r"-?\d*:-?\d*", selection) and selection != ":":
+        start, stop = (int(part) if part else None for part in selection.split(":"))
+        return set(every[start:stop])
+    if re.fullmatch(r"-?\d+(,-?\d+)*", selection):
+        # A number beyond the stack selects nothing, as a slice does.
+        return {i % num_layers for i in map(int, selection.split(",")) if -num_layers <= i < num_layers}
+    raise UserError(f"{selection!r} does not select layers; use 'all', ':-2', '-2:' or '0,3,5'")
+
+
+_QK = {"q": "all", "k": "all"}
+_FFN = {"ffn_in": "all", "ffn_out": "all"}
+
+
+def _start(kind: str, *roles: str) -> dict[str, str]:
+    return dict.fromkeys(roles, kind)
+
+
+PRESETS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("baseline"),
+        Method("frozen", freeze=_QK),
+        Method("oelm", start=_start("orthogonal", "q", "k"), freeze=_QK),
+        Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
+        Method("random-trainable", start=_start("normal", "q", "k")),
+        Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),
+        Method("oelm-global-trainable", start=_start("global", "q", "k")),
+        Method("oelm-gaussian", start=_start("gaussian", "q", "k"), freeze=_QK),
+        Method("oelm-hadamard", start=_start("hadamard", "q", "k"), freeze=_QK),
+        Method("oelm-trainable", start=_start("orthogonal", "q", "k")),
+        Method("oelm-q-only", start=_start("orthogonal", "q"), freeze={"q": "all"}),
+        Method("oelm-k-only", start=_start("orthogonal", "k"), freeze={"k": "all"}),
+        Method("oelm-qk-ffn", start=_start("orthogonal", "q", "k", "ffn_in", "ffn_out"), freeze=_QK | _FFN),
+        Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
+    )
+}
+
+# The reports' names, after lower-casing and '_' or ' ' -> '-'.
+ALIASES = {
+    "gpt": "baseline",
+    "oelm-v2": "oelm",
+    "oelm-freeze": "oelm",
+    "oelm-qk": "oelm",
+    "oelm-(old)": "oelm-global",
+    "oelm-old": "oelm-global",
+}
+
+
+def get_method(method: "str | Method") -> Method:
+    """A preset by its name or by a name the reports use; a Method is returned as it is."""
+    if isinstance(method, Method):
+        return method
+    name = re.sub(r"[_\s]+", "-", str(method).strip().lower())
+    name = ALIASES.get(name, name)
+    if name not in PRESETS:
+        raise UserError(f"unknown method {method!r}; known: {', '.join(PRESETS)}; also {', '.join(ALIASES)}")
+    return PRESETS[name]

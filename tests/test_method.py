@@ -1,0 +1,95 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oelm.errors import UserError
+from oelm.method import ALIASES, PRESETS, Method, get_method, select_layers
+
+
+def test_the_reports_names_are_known():
+    reported = {
+        "baseline": "baseline",
+        "GPT": "baseline",
+        "oelm_v2": "oelm",
+        "oelm_freeze": "oelm",
+        "OELM-Freeze": "oelm",
+        "OELM-QK": "oelm",
+        "oelm_random": "oelm-random",
+        "OELM-Random": "oelm-random",
+        "OELM (old)": "oelm-global",
+        "OELM-QK-FFN": "oelm-qk-ffn",
+        "OELM-FFN-only": "oelm-ffn-only",
+    }
+    assert {name: get_method(name).name for name in reported} == reported
+
+
+def test_aliases_point_to_presets_and_hide_none():
+    assert set(ALIASES.values()) <= set(PRESETS)
+    assert not set(ALIASES) & set(PRESETS)
+
+
+def test_unknown_method_lists_the_known_ones():
+    with pytest.raises(UserError) as error:
+        get_method("olem")
+    assert all(name in str(error.value) for name in PRESETS)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda m: m.name)
+def test_round_trip_through_json(preset):
+    assert Method.from_dict(json.loads(json.dumps(preset.to_dict()))) == preset
+
+
+def test_a_preset_can_be_overridden_field_by_field():
+    method = Method.from_dict({"name": "oelm", "freeze": {"q": ":-2", "k": ":-2"}, "init": "fresh"})
+    assert method.start == PRESETS["oelm"].start
+    assert method.freeze == {"q": ":-2", "k": ":-2"}
+    assert method.init == "fresh"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"start": {"p": "orthogonal"}}, "role that can be initialised 'p'"),
+        ({"start": {"q": "othogonal"}}, "kind of block 'othogonal'"),
+        ({"start": {"ffn_in": "hadamard"}}, "'orthogonal' only"),
+        ({"start": {"q": "polar"}, "init": "fresh"}, "contradicts"),
+        ({"freeze": {"qk": "all"}}, "role 'qk'"),
+        ({"freeze": {"q": "most"}}, "does not select layers"),
+        ({"freeze": {"norms": "0,1"}}, "whole model or not at all"),
+        ({"init": "old"}, "init 'old'"),
+        ({"gain": 0}, "positive number"),
+        ({"gain": True}, "positive number"),
+        ({"gain": "own"}, "positive number"),
+    ],
+)
+def test_nonsense_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Method(**fields)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(UserError, match="unknown field of a method 'frozen'"):
+        Method.from_dict({"name": "oelm", "frozen": {}})
+
+
+@given(st.integers(1, 50), st.one_of(st.none(), st.integers(-60, 60)), st.one_of(st.none(), st.integers(-60, 60)))
+def test_layers_are_selected_as_python_slices(layers, start, stop):
+    if start is None and stop is None:
+        return
+    text = f"{'' if start is None else start}:{'' if stop is None else stop}"
+    assert select_layers(text, layers) == set(list(range(layers))[start:stop])
+
+
+def test_layers_by_number():
+    assert select_layers("all", 3) == {0, 1, 2}
+    assert select_layers("0,2,-1", 4) == {0, 2, 3}
+    assert select_layers("7", 4) == set()
+
+
+def test_a_method_is_a_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["oelm"].init = "own"
