@@ -1,0 +1,96 @@
+"""Batches of tensors from a store: gathered from the flat array by index, without a loop over items."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oelm.data.batches import ranges
+from oelm.data.store import Split
+
+Array = np.ndarray
+IGNORE = -100  # what torch's cross-entropy leaves out
+
+
+@dataclass
+class Padded:
+    """Items side by side, padded on the right to the longest of them."""
+
+    ids: Array  # (B,) the items' ids in the store
+    input_ids: torch.Tensor  # (B, L)
+    attention_mask: torch.Tensor  # (B, L) 1 = token, 0 = padding
+    labels: torch.Tensor | None = None  # (B,) classes, or (B, L) tags
+    token_type_ids: torch.Tensor | None = None  # (B, L)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a Hugging Face model is called with, the labels aside."""
+        named = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return named if self.token_type_ids is None else named | {"token_type_ids": self.token_type_ids}
+
+
+@dataclass
+class Packed:
+    """Items end to end, without padding: item k is `[cu_seqlens[k]:cu_seqlens[k + 1]]`."""
+
+    ids: Array  # (B,)
+    input_ids: torch.Tensor  # (N,)
+    position_ids: torch.Tensor  # (N,) from 0 in every item
+    cu_seqlens: torch.Tensor  # (B + 1,) int32
+    longest: int
+    labels: torch.Tensor | None = None  # (B,) classes, or (N,) tags
+    token_type_ids: torch.Tensor | None = None  # (N,)
+
+    def unpack(self) -> list[torch.Tensor]:
+        """The items' tokens one by one."""
+        return list(torch.split(self.input_ids, torch.diff(self.cu_seqlens).tolist()))
+
+
+def _gather(split: Split, items: Array) -> tuple[Array, Array]:
+    """Flat places of the items' tokens, and the items' lengths."""
+    starts = split.offsets[items]
+    lengths = split.offsets[items + 1] - starts
+    return ranges(starts, lengths), lengths
+
+
+def packed_batch(split: Split, items: Array) -> Packed:
+    """The items of a share, end to end."""
+    places, lengths = _gather(split, items)
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(places)) - np.repeat(ends - lengths, lengths)
+    batch = Packed(
+        ids=split.ids[items],
+        input_ids=_long(split.tokens[places]),
+        position_ids=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        longest=int(lengths.max()),
+    )
+    if split.has("labels"):
+        batch.labels = torch.from_numpy(split.labels[items])
+    if split.has("tags"):
+        batch.labels = _long(split.tags[places])
+    if split.second is not None:
+        batch.token_type_ids = _long(positions >= np.repeat(split.second[items], lengths))
+    return batch
+
+
+def padded_batch(split: Split, items: Array, pad_id: int) -> Padded:
+    """The items of a share, padded to their own longest."""
+    places, lengths = _gather(split, items)
+    position = np.arange(int(lengths.max()))
+    real = position < lengths[:, None]
+    tokens = np.full(real.shape, pad_id, dtype=np.int64)
+    tokens[real] = split.tokens[places]
+    batch = Padded(ids=split.ids[items], input_ids=torch.from_numpy(tokens), attention_mask=_long(real))
+    if split.has("labels"):
+        batch.labels = torch.from_numpy(split.labels[items])
+    if split.has("tags"):
+        tags = np.full(real.shape, IGNORE, dtype=np.int64)
+        tags[real] = split.tags[places]
+        batch.labels = torch.from_numpy(tags)
+    if split.second is not None:
+        batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
+    return batch
+
+
+def _long(values: Array) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))

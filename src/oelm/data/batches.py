@@ -1,0 +1,196 @@
+"""Which items make a batch, by arithmetic alone: nothing is drawn, nothing is remembered.
+
+The order of an epoch is a function of (seed, epoch). A global batch is the same set of items whatever the
+number of processes; each process takes its share of every batch, so all of them make the same number of
+steps. Every item is in exactly one batch of an epoch. There is no small last batch: with `batch_size` the
+items are spread so that sizes differ by at most one (n items make ceil(n / batch_size) batches); with
+`batch_tokens` the last two batches share what is left. So every process has something in every step, and
+a batch too small for that is refused before the first one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from oelm.data.shuffle import permutation
+from oelm.errors import UserError
+
+Array = np.ndarray
+CHUNK = 64  # batches whose items are sorted by length together: enough for little padding, few for chance
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The batches of one epoch: `order[bounds[k]:bounds[k + 1]]` are the items of step k."""
+
+    order: Array
+    bounds: Array
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def batch(self, step: int) -> Array:
+        """The items of the global batch."""
+        return self.order[self.bounds[step] : self.bounds[step + 1]]
+
+    def share(self, step: int, part: int, parts: int) -> Array:
+        """One of `parts` disjoint shares of the batch, of equal size to one item and of similar lengths.
+
+        Processes and accumulation steps are both parts: process r of w, micro-step a of m is part
+        `a * w + r` of `w * m`.
+        """
+        return self.batch(step)[part::parts]
+
+    def check(self, parts: int) -> None:
+        """Refuse batches that cannot give every part an item."""
+        smallest = int(np.diff(self.bounds).min())
+        if smallest < parts:
+            raise UserError(
+                f"a batch of {smallest} items cannot be shared by {parts} processes x accumulation steps; "
+                "use larger batches or fewer parts"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How items of these lengths become batches.
+
+    Give `batch_size` (items) or `batch_tokens`. `packed=False` puts items of similar length together and
+    counts padding against the budget; `packed=True` leaves items in random order and counts real tokens.
+    `seed=None` is the order of evaluation: fixed, longest last.
+    """
+
+    lengths: Array
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    seed: int | None = None
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            raise UserError("give either batch_size or batch_tokens")
+        if (self.batch_size or self.batch_tokens or 0) < 1:
+            raise UserError("batch_size and batch_tokens must be at least 1")
+        if not len(self.lengths):
+            raise UserError("there are no items to make batches of")
+        longest = int(self.lengths.max())
+        if self.batch_tokens is not None and longest > self.batch_tokens:
+            raise UserError(
+                f"batch_tokens {self.batch_tokens} is less than the longest item ({longest} tokens)"
+            )
+
+    def epoch(self, epoch: int = 0) -> Epoch:
+        """The batches of an epoch; an evaluation has only one."""
+        n = len(self.lengths)
+        if self.seed is None:
+            order = np.argsort(self.lengths, kind="stable")
+        else:
+            order = permutation(n, self.seed, epoch)
+        if self.batch_size is not None:
+            steps = -(-n // self.batch_size)
+            bounds = np.arange(steps + 1, dtype=np.int64) * n // steps
+            if self.seed is not None and not self.packed:
+                order = self._sort_chunks(order, bounds)
+            batches = Epoch(order, bounds)
+        else:
+            batches = self._by_tokens(order)
+        return batches if self.seed is None else _shuffled(batches, self.seed, epoch)
+
+    def _sort_chunks(self, order: Array, bounds: Array) -> Array:
+        """Sort by length within runs of CHUNK batches."""
+        run = np.repeat(np.arange(len(bounds) - 1) // CHUNK, np.diff(bounds))
+        return order[np.lexsort((self.lengths[order], run))]
+
+    def _by_tokens(self, order: Array) -> Epoch:
+        budget = self.batch_tokens or 0
+        mean = max(1.0, float(self.lengths.mean()))
+        # Items in random order need no sorting, and in evaluation all are sorted already: one chunk.
+        whole = self.packed or self.seed is None
+        size = len(order) if whole else max(1, int(CHUNK * budget / mean))
+        done: list[Array] = []
+        cuts: list[int] = []  # lengths of batches
+        rest = order[:0]
+        for start in range(0, len(order), size):
+            items = np.concatenate([rest, order[start : start + size]])
+            if not self.packed:
+                items = items[np.argsort(self.lengths[items], kind="stable")]
+            ends = self._greedy(self.lengths[items], budget)
+            if start + size < len(order) and len(ends) > 1:
+                ends.pop()  # its last batch is not full: those items join the next chunk
+            elif start + size >= len(order):
+                self._even_out(ends, self.lengths[items], budget)
+            rest = items[ends[-1] :]
+            done.append(items[: ends[-1]])
+            cuts.extend(np.diff([0, *ends]).tolist())
+        return Epoch(np.concatenate(done), np.concatenate([[0], np.cumsum(cuts)]).astype(np.int64))
+
+    def _greedy(self, lengths: Array, budget: int) -> list[int]:
+        """Ends of batches that are as full as the budget allows (lengths ascend unless packed)."""
+        ends: list[int] = []
+        total = np.concatenate([[0], np.cumsum(lengths)])
+        start = 0
+        while start < len(lengths):
+            if self.packed:
+                end = int(np.searchsorted(total, total[start] + budget, side="right")) - 1
+            else:
+                end = start + _longest_run(lengths[start : start + budget], budget)
+            ends.append(end)
+            start = end
+        return ends
+
+    def _even_out(self, ends: list[int], lengths: Array, budget: int) -> None:
+        """Let the last two batches share their items, so that the last one is not a rest."""
+        if len(ends) < 2:
+            return
+        start, end = (ends[-3] if len(ends) > 2 else 0), ends[-1]
+        if self.packed:
+            tail = np.cumsum(lengths[start:end][::-1])
+            last = int(np.searchsorted(tail, tail[-1] / 2, side="right"))
+        else:
+            last = min((end - start) // 2, budget // int(lengths[end - 1]))
+        ends[-2] = min(ends[-2], end - last)
+
+    def steps(self, epochs: int) -> int:
+        """Steps of the first epochs together."""
+        if self.batch_size is not None:
+            return epochs * -(-len(self.lengths) // self.batch_size)
+        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+    def schedule(self, start: int = 0) -> Iterator[tuple[int, int, Epoch]]:
+        """(epoch, step within it, its batches) for global step `start`, `start + 1`, ... without end."""
+        epoch, batches = 0, self.epoch(0)
+        while start >= len(batches):
+            start -= len(batches)
+            epoch, batches = epoch + 1, self.epoch(epoch + 1)
+        while True:
+            for step in range(start, len(batches)):
+                yield epoch, step, batches
+            epoch, start = epoch + 1, 0
+            batches = self.epoch(epoch)
+
+
+def _longest_run(lengths: Array, budget: int) -> int:
+    """How many of these ascending lengths fit into the budget when padded to the longest taken."""
+    low, high = 1, len(lengths)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle * int(lengths[middle - 1]) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _shuffled(batches: Epoch, seed: int, epoch: int) -> Epoch:
+    """The same batches in random order: sorting by length must not become a curriculum."""
+    sizes = np.diff(batches.bounds)
+    order = permutation(len(sizes), seed, epoch, 1)
+    items = ranges(batches.bounds[:-1][order], sizes[order])
+    return Epoch(batches.order[items], np.concatenate([[0], np.cumsum(sizes[order])]))
+
+
+def ranges(starts: Array, lengths: Array) -> Array:
+    """start, start + 1, ... for `length` numbers, for each pair: the flat places of many items at once."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -1,0 +1,216 @@
+"""A data set before it is tokenised: its sources, which row goes to which split, and what was noticed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from oelm.data.catalogue import CLASSIFICATION, QA, TOKENS
+from oelm.data.files import Chunk, Source
+from oelm.data.shuffle import text_key
+from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
+from oelm.errors import UserError
+
+SPLITS = ("train", "validation", "test")
+DROPPED = -1
+HOLD_OUT_SEED = 20240607  # of the catalogue's held-out parts; a change of it is a change of the task
+VERSION = 1  # of the rules in this file: part of every fingerprint
+Array = np.ndarray
+
+
+@dataclass
+class Part:
+    """One source and the role of its rows. Filled in by `survey` and by the assignment to splits."""
+
+    source: Source
+    columns: dict[str, str]  # role -> column
+    role: str  # the split its rows belong to, unless held out
+    keys: Array = field(
+        default_factory=lambda: np.zeros(0, dtype=np.uint64)
+    )  # one per row: equal = duplicate
+    groups: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))  # equal = never parted
+    labels: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    split: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int8))  # index into SPLITS, or DROPPED
+    values: list[Any] = field(default_factory=list)  # labels as the source has them, until they are numbers
+
+    def rows(self) -> Iterator[tuple[int, Chunk]]:
+        """The chunks with the number of their first row, columns under the names of their roles."""
+        first = 0
+        for chunk in self.source.chunks(list(self.columns.values())):
+            named = {role: chunk[column] for role, column in self.columns.items()}
+            yield first, named
+            first += len(next(iter(named.values())))
+
+
+@dataclass
+class Dataset:
+    """What `load_task` and `load_file` return and `prepare` turns into a store."""
+
+    name: str
+    kind: str
+    parts: list[Part]
+    metric: str
+    label_names: list[str]
+    identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
+    separate: bool = True  # LM: are rows documents?
+    held_out: dict[str, float] = field(default_factory=dict)  # LM: split -> share of the training documents
+    dropped: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The data's part of a store's fingerprint."""
+        sources = [
+            {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
+            for part in self.parts
+        ]
+        return {"version": VERSION, "kind": self.kind, "sources": sources, **self.identity}
+
+    def sizes(self) -> dict[str, int]:
+        """Rows per split (not for LM, whose corpora are counted while they are written)."""
+        codes = np.concatenate([part.split for part in self.parts])
+        return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
+
+    def drop(self, part: Part, mask: Array, why: str) -> None:
+        """Take rows out and keep count."""
+        mask = mask & (part.split != DROPPED)
+        if mask.any():
+            part.split[mask] = DROPPED
+            self.dropped[why] = self.dropped.get(why, 0) + int(mask.sum())
+
+
+def item_texts(kind: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """The texts that make an item what it is, the one that groups related items first."""
+    if kind == TOKENS:
+        return (" ".join(row["tokens"]),)
+    if kind == QA:
+        return (row["context"], row["question"])
+    return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
+
+
+def survey(dataset: Dataset, part: Part) -> None:
+    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty."""
+    keys: list[int] = []
+    groups: list[int] = []
+    empty: list[bool] = []
+    for first, chunk in part.rows():
+        columns = {role: values for role, values in chunk.items() if role != "label"}
+        for role, values in columns.items():
+            _check_values(part, role, values, first)
+        for row in zip(*columns.values(), strict=True):
+            texts = item_texts(dataset.kind, dict(zip(columns, row, strict=True)))
+            keys.append(text_key(*texts))
+            groups.append(text_key(texts[0]))
+            empty.append(not any(text and not text.isspace() for text in texts))
+        part.values.extend(chunk.get("label", []))
+    part.keys = np.array(keys, dtype=np.uint64)
+    part.groups = np.array(groups, dtype=np.uint64)
+    part.labels = np.zeros(len(keys), dtype=np.int64)
+    part.split = np.full(len(keys), SPLITS.index(part.role), dtype=np.int8)
+    dataset.drop(part, np.array(empty, dtype=bool), "empty texts")
+
+
+def _check_values(part: Part, role: str, values: list[Any], first: int) -> None:
+    """Refuse what cannot be text, naming its row; None becomes an empty text, in place."""
+    for i, value in enumerate(values):
+        if role in ("tags", "answers", "id"):
+            continue
+        if value is None:
+            values[i] = [] if role == "tokens" else ""
+            continue
+        words = value if role == "tokens" and isinstance(value, list) else [value]
+        for word in words:
+            if not isinstance(word, str):
+                raise UserError(
+                    f"{part.source.where(first + i)}: column {part.columns[role]!r} holds "
+                    f"{type(word).__name__} {str(word)[:30]!r} where text was expected"
+                )
+            if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
+                raise UserError(
+                    f"{part.source.where(first + i)}: column {part.columns[role]!r} holds half a surrogate "
+                    "pair, which is not text; repair the file's encoding"
+                )
+
+
+def training_rows(dataset: Dataset) -> tuple[list[Part], Array, Array, Array]:
+    """The parts that train, and over all of them keys, labels and who is in train now."""
+    parts = [part for part in dataset.parts if part.role == "train"]
+    keys = np.concatenate([part.keys for part in parts])
+    labels = np.concatenate([part.labels for part in parts])
+    return parts, keys, labels, np.concatenate([part.split for part in parts]) == 0
+
+
+def move(parts: list[Part], mask: Array, code: int) -> None:
+    """Give the rows of a mask over several parts to another split (or to none)."""
+    start = 0
+    for part in parts:
+        part.split[mask[start : start + len(part.split)]] = code
+        start += len(part.split)
+
+
+def hold_out(dataset: Dataset, split: str, share: float, seed: int, group: str | None = None) -> None:
+    """Move a share of the training rows to another split: stratified, or in whole groups."""
+    parts, keys, labels, free = training_rows(dataset)
+    rows = np.flatnonzero(free)
+    mask = np.zeros(len(free), dtype=bool)
+    if group == "contains":
+        phrases = [text for part in parts for _, chunk in part.rows() for text in chunk["text"]]
+        held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys[rows])
+        mixed = np.zeros(len(free), dtype=bool)
+        mixed[rows[both]] = True
+        dataset.dropped["phrases of both held-out and training sentences"] = int(mixed.sum())
+        move(parts, mixed, DROPPED)
+        mask[rows[held]] = True
+    elif group == "text":
+        groups = np.concatenate([part.groups for part in parts])
+        mask[rows] = take_groups(groups[rows], groups[rows], share, seed)
+    else:
+        size = max(round(share * len(rows)), len(np.unique(labels[rows])))
+        mask[rows] = take_stratified(keys[rows], labels[rows], size, seed)
+    move(parts, mask, SPLITS.index(split))
+
+
+def cut_train(dataset: Dataset, size: int, seed: int) -> None:
+    """Keep a nested, stratified subset of the training rows: a larger size keeps these and adds others."""
+    parts, keys, labels, free = training_rows(dataset)
+    rows = np.flatnonzero(free)
+    classes = len(np.unique(labels[rows]))
+    if not max(1, classes) <= size <= len(rows):
+        raise UserError(
+            f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows "
+            f"in {classes} classes"
+        )
+    mask = np.zeros(len(free), dtype=bool)
+    mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)
+    move(parts, mask, DROPPED)
+    if mask.any():
+        dataset.dropped["training rows beyond train_size"] = int(mask.sum())
+
+
+def finish(dataset: Dataset) -> None:
+    """The checks that need all splits: none empty, classes present, duplicates counted."""
+    codes = np.concatenate([part.split for part in dataset.parts])
+    keys = np.concatenate([part.keys for part in dataset.parts])
+    labels = np.concatenate([part.labels for part in dataset.parts])
+    for code, split in enumerate(SPLITS):
+        if not (codes == code).any():
+            raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")
+        if dataset.kind == CLASSIFICATION:
+            missing = set(range(len(dataset.label_names))) - set(labels[codes == code].tolist())
+            names = ", ".join(dataset.label_names[i] for i in sorted(missing))
+            if missing and split == "train":
+                raise UserError(f"{dataset.name}: no training text has the label {names}")
+            if missing:
+                dataset.warnings.append(f"no text of the {split} split has the label {names}")
+    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        rows = codes == SPLITS.index(other)
+        twice = int(np.isin(keys[rows], keys[codes == SPLITS.index(one)]).sum())
+        dataset.duplicates[f"{one}/{other}"] = twice
+        if twice:
+            dataset.warnings.append(f"{twice} of {int(rows.sum())} items of {other} stand in {one} too")
+    for why, count in dataset.dropped.items():
+        if why != "training rows beyond train_size":
+            dataset.warnings.append(f"{count} rows dropped: {why}")
+    for part in dataset.parts:
+        part.values.clear()

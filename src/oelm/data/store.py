@@ -1,0 +1,125 @@
+"""A prepared store: one folder with everything training needs, readable without the original data.
+
+    store.json                what it is: task, kind, labels, tokenizer, counts, warnings, fingerprint
+    tokenizer/                as transformers saves it
+    <split>.tokens.npy        all texts end to end, two bytes a token where the vocabulary fits
+    <split>.<column>.npy      offsets, labels, ids, ... one value per item (or per token)
+
+Only json and numpy are needed to open one, and nothing is unpickled. Tokens are memory-mapped.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oelm.errors import UserError
+
+FORMAT = 1
+MANIFEST = "store.json"
+Array = np.ndarray
+
+
+class Split:
+    """One split: items (texts, pairs, windows of a document) or, for a corpus, one stream of tokens."""
+
+    def __init__(self, folder: Path, name: str, meta: dict[str, Any]) -> None:
+        self.folder, self.name, self.meta = folder, name, meta
+
+    def column(self, name: str) -> Array:
+        """A column, memory-mapped: `tokens`, `offsets`, `labels`, `ids`, `second`, `tags`, `starts`, ..."""
+        path = self.folder / f"{self.name}.{name}.npy"
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is missing or damaged ({error}); prepare the data again") from None
+
+    def has(self, name: str) -> bool:
+        return name in self.meta["columns"]
+
+    @cached_property
+    def tokens(self) -> Array:
+        return self.column("tokens")
+
+    @cached_property
+    def offsets(self) -> Array:
+        """Where each item starts in `tokens`, and, last, where the last one ends."""
+        return np.array(self.column("offsets"), dtype=np.int64)
+
+    @cached_property
+    def lengths(self) -> Array:
+        return np.diff(self.offsets)
+
+    @cached_property
+    def labels(self) -> Array:
+        """One label per item (classification)."""
+        return np.array(self.column("labels"), dtype=np.int64)
+
+    @cached_property
+    def ids(self) -> Array:
+        """One number per item: its row in the source (rows of several sources are counted through)."""
+        return np.array(self.column("ids"), dtype=np.int64)
+
+    @cached_property
+    def second(self) -> Array | None:
+        """Where each item's second segment starts, for models with token types; None for others."""
+        return np.array(self.column("second"), dtype=np.int64) if self.has("second") else None
+
+    @cached_property
+    def tags(self) -> Array:
+        """One tag per token, -100 where a token is not the first of its word (token classification)."""
+        return self.column("tags")
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the text behind the tokens (before truncation): for bits per byte."""
+        return int(self.meta["bytes"])
+
+    def __len__(self) -> int:
+        return int(self.meta["items"])
+
+
+class Store:
+    """An opened store. `splits` are train, validation and test."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        self.folder, self.meta = folder, meta
+        self.splits = {name: Split(folder, name, split) for name, split in meta["splits"].items()}
+        self.task: str = meta["task"]
+        self.kind: str = meta["kind"]
+        self.metric: str = meta["metric"]
+        self.label_names: list[str] = meta["label_names"]
+        self.max_length: int = meta["max_length"]
+        self.vocab_size: int = meta["tokenizer"]["vocab_size"]
+        self.pad_id: int = meta["tokenizer"]["pad_id"]
+        self.fingerprint: str = meta["fingerprint"]
+        self.warnings: list[str] = meta["warnings"]
+
+    def __getitem__(self, split: str) -> Split:
+        if split not in self.splits:
+            raise UserError(f"{self.folder} has no split {split!r}; it has: {', '.join(self.splits)}")
+        return self.splits[split]
+
+    def tokenizer(self) -> Any:
+        """The tokenizer the store was made with, as transformers loads it."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+
+
+def open_store(folder: str | Path) -> Store:
+    """Open a prepared store, wherever it was copied to."""
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has format {meta.get('format')!r}, this version reads {FORMAT}; prepare the data again"
+        )
+    return Store(folder, meta)

@@ -1,0 +1,186 @@
+"""Tokenizers: by name, from a folder, or trained on the data; and the encoder that turns texts into numbers.
+
+The encoder treats everything it is given as text: "[SEP]" or "<|endoftext|>" inside a text never becomes
+the special token. Special tokens come only from the tokenizer's own template.
+"""
+
+import os
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oelm.data.files import one_line
+from oelm.errors import UserError
+
+END = "<|endoftext|>"
+JOINER = " [SEP]"  # between the texts of a pair where the tokenizer has no template for pairs
+SMALLEST = 257  # 256 bytes and one special token
+
+
+def trained_size(name: str) -> int | None:
+    """The vocabulary size in `train:N`, or None for any other name."""
+    if not name.startswith("train:"):
+        return None
+    size = name.removeprefix("train:")
+    if not size.isdecimal() or int(size) < SMALLEST:
+        raise UserError(f"tokenizer {name!r}: a trained vocabulary needs a size of at least {SMALLEST}")
+    return int(size)
+
+
+def train_tokenizer(texts: Iterable[str], size: int, show_progress: bool = False) -> Any:
+    """A byte-level BPE of at most `size` tokens learned from the texts; it can encode any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, bos_token=END, unk_token=END, pad_token=END
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """A fast tokenizer from a folder, from OELM_TOKENIZER_DIR/name, or from the hub."""
+    root = os.environ.get("OELM_TOKENIZER_DIR")
+    if Path(name).is_dir():
+        tokenizer = _from_folder(Path(name))
+    elif root and (Path(root) / name).is_dir():
+        tokenizer = _from_folder(Path(root) / name)
+    else:
+        tokenizer = _from_hub(name)
+    if not tokenizer.is_fast:
+        raise UserError(f"tokenizer {name!r} has no fast version, which is needed here")
+    return tokenizer
+
+
+def _from_folder(folder: Path) -> Any:
+    from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
+
+    def there(*files: str) -> bool:
+        return all((folder / file).is_file() for file in files)
+
+    try:
+        if there("tokenizer.json") or there("tokenizer_config.json"):
+            return AutoTokenizer.from_pretrained(folder)
+        if there("vocab.json", "merges.txt"):
+            return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+        if there("vocab.txt"):
+            cased = "cased" in folder.name.replace("uncased", "")
+            return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
+    except Exception as error:  # a broken file fails in many ways inside the libraries
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)}") from None
+    raise UserError(
+        f"{folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
+    )
+
+
+def _from_hub(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever the network or the hub may answer
+        raise UserError(
+            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); without a "
+            "network, set OELM_TOKENIZER_DIR, or use train:8192"
+        ) from None
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The number padding is written with; masked everywhere, so any token serves where none is named."""
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def boundary_id(tokenizer: Any) -> int:
+    """The token that stands before the first and after every document of a corpus."""
+    for value in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
+        if value is not None:
+            return int(value)
+    raise UserError("this tokenizer has no end-of-text token, which a language-modelling corpus needs")
+
+
+class Encoder:
+    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library)."""
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        from tokenizers import Tokenizer
+
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.single, self.pair, self.typed = self._templates()
+        self.has_pairs = bool(self.pair[1])
+        self.backend.encode_special_tokens = True
+        if not self.has_pairs:
+            self.pair = (self.pair[0], self._ids([JOINER])[0], self.pair[2])
+        self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+        self.max_length = max_length
+        needed = 2 + sum(map(len, self.pair))
+        if max_length < needed:
+            raise UserError(f"max_length {max_length} leaves no room for text; use at least {needed}")
+
+    def _templates(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int], list[int]], bool]:
+        """What the tokenizer puts around a text and around and between two, read off an example."""
+        one, two = self.backend.encode("a"), self.backend.encode("a", "b")
+        text = [i for i, sequence in enumerate(one.sequence_ids) if sequence is not None]
+        first = [i for i, sequence in enumerate(two.sequence_ids) if sequence == 0]
+        second = [i for i, sequence in enumerate(two.sequence_ids) if sequence == 1]
+        single = (one.ids[: text[0]], one.ids[text[-1] + 1 :])
+        pair = (two.ids[: first[0]], two.ids[first[-1] + 1 : second[0]], two.ids[second[-1] + 1 :])
+        return single, pair, bool(pair[1]) and two.type_ids[second[0]] == 1
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Flat tokens, lengths, and how many texts were cut at max_length."""
+        before, after = self.single
+        room = self.max_length - len(before) - len(after)
+        found = self._ids(texts)
+        rows = [[*before, *ids[:room], *after] for ids in found]
+        return self._flat(rows), _lengths(rows), sum(len(ids) > room for ids in found)
+
+    def pairs(self, firsts: list[str], seconds: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Flat tokens, lengths, where the second segment starts (= the length where the model knows no
+        segments), and how many pairs were cut. The longer text of a pair is cut first."""
+        before, between, after = self.pair
+        room = self.max_length - len(before) - len(between) - len(after)
+        rows, starts, cut = [], [], 0
+        others = self._ids(seconds if self.has_pairs else [" " + second for second in seconds])
+        for first, second in zip(self._ids(firsts), others, strict=True):
+            if len(first) + len(second) > room:
+                keep = share_room(len(first), len(second), room)
+                first, second, cut = first[: keep[0]], second[: keep[1]], cut + 1
+            row = [*before, *first, *between, *second, *after]
+            rows.append(row)
+            starts.append(len(before) + len(first) + len(between) if self.typed else len(row))
+        return self._flat(rows), _lengths(rows), np.array(starts, dtype=np.int64), cut
+
+    def _flat(self, rows: list[list[int]]) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(rows), dtype=self.dtype, count=sum(map(len, rows)))
+
+
+def share_room(first: int, second: int, room: int) -> tuple[int, int]:
+    """How much of each text of a pair stays: the shorter one whole, unless it needs more than half."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)
+
+
+def _lengths(rows: list[list[int]]) -> np.ndarray:
+    return np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))

@@ -1,0 +1,138 @@
+"""Writing stores: arrays that grow on disk, and a cache folder that several processes may share."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oelm.data.store import FORMAT, MANIFEST, Store, open_store
+from oelm.errors import UserError
+
+
+class ArrayWriter:
+    """A one-dimensional .npy file written piece by piece: memory does not grow with it."""
+
+    def __init__(self, path: Path, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.length = 0
+        self.file = path.open("wb")
+        self._header()
+        self._data_starts = self.file.tell()
+
+    def _header(self) -> None:
+        # numpy pads the header so that it can be rewritten in place with a longer shape.
+        description = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self.file, description)
+
+    def append(self, values: np.ndarray) -> None:
+        if len(values) and self.dtype.kind in "ui":
+            info = np.iinfo(self.dtype)
+            if int(values.min()) < info.min or int(values.max()) > info.max:
+                raise OverflowError(f"{self.file.name}: a value does not fit {self.dtype}")
+        np.ascontiguousarray(values, dtype=self.dtype).tofile(self.file)
+        self.length += len(values)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        self._header()
+        if self.file.tell() != self._data_starts:
+            raise RuntimeError(f"{self.file.name}: the header outgrew its place")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+class SplitWriter:
+    """The columns of one split. Items end where `end_items` says; a corpus has none."""
+
+    def __init__(self, folder: Path, name: str, dtypes: dict[str, Any]) -> None:
+        self.columns = {
+            column: ArrayWriter(folder / f"{name}.{column}.npy", t) for column, t in dtypes.items()
+        }
+        self.meta: dict[str, Any] = {"items": 0, "tokens": 0, "bytes": 0, "truncated": 0}
+        self.longest = 0
+        if "offsets" in self.columns:
+            self.columns["offsets"].append(np.zeros(1, dtype=np.int64))
+
+    def append(self, *, bytes: int, truncated: int = 0, **columns: np.ndarray) -> None:
+        """Add items (with `lengths`) or a piece of a stream (without)."""
+        lengths = columns.pop("lengths", None)
+        if lengths is not None and len(lengths):
+            columns["offsets"] = self.meta["tokens"] + np.cumsum(lengths)
+            self.meta["items"] += len(lengths)
+            self.longest = max(self.longest, int(lengths.max()))
+        for name, values in columns.items():
+            self.columns[name].append(values)
+        self.meta["tokens"] += len(columns["tokens"])
+        self.meta["bytes"] += bytes
+        self.meta["truncated"] += truncated
+
+    def close(self) -> dict[str, Any]:
+        for column in self.columns.values():
+            column.close()
+        return self.meta | {"longest": self.longest, "columns": sorted(self.columns)}
+
+
+def cache_dir(folder: str | Path | None = None) -> Path:
+    """Where prepared data is kept: the folder given, OELM_CACHE_DIR, or ~/.cache/oelm."""
+    return Path(folder or os.environ.get("OELM_CACHE_DIR") or Path.home() / ".cache" / "oelm")
+
+
+def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> Store:
+    """The store of that fingerprint: the one that is there, or a new one, made once however many ask.
+
+    `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
+    it is on disk, so a store that can be seen is complete.
+    """
+    final = root / "stores" / f"{name}-{fingerprint[:16]}"
+    if (final / MANIFEST).is_file():  # no lock: a read-only cache can be used
+        return open_store(final)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(final.with_suffix(".lock")):
+            if not (final / MANIFEST).is_file():
+                _make_beside(final, fingerprint, make)
+    except PermissionError as error:
+        raise UserError(f"cannot write to the cache: {error.filename}; set OELM_CACHE_DIR") from None
+    except OSError as error:
+        raise UserError(f"cannot write to the cache {root}: {error.strerror or error}") from None
+    return open_store(final)
+
+
+def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> None:
+    beside = final.with_name(final.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed: we hold its lock now
+    beside.mkdir()
+    try:
+        meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
+        with (beside / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(meta, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(final)
+        _sync_folder(final.parent)
+    except BaseException:  # Ctrl-C too: nothing half-written stays
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; the kernel lets go when the holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
