@@ -12,8 +12,8 @@ from transformers import (
 )
 
 import oelm
+from oelm.create import PRESETS, gpt_config
 from oelm.errors import UserError
-from oelm.gpt import PRESETS, gpt_config
 
 CLASSES = [
     oelm.OelmGPTForCausalLM,
@@ -227,7 +227,9 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
     assert classifier.classifier.weight.std() > 0
     assert not classifier.transformer.h[0].attn.q_proj.weight.requires_grad
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
-    assert torch.equal(classifier.classifier.weight, again.classifier.weight), "a new head starts by seed and name"
+    assert torch.equal(classifier.classifier.weight, again.classifier.weight), (
+        "a new head starts by seed and name"
+    )
 
 
 def test_pipeline_runs(tmp_path):
@@ -238,10 +240,14 @@ def test_pipeline_runs(tmp_path):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="film"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-    model = oelm.create_oelm_classifier(2, 32, 1, 4, vocab_size=4, id2label={0: "neg", 1: "pos"}, label2id={"neg": 0, "pos": 1})
+    model = oelm.create_oelm_classifier(
+        2, 32, 1, 4, vocab_size=4, id2label={0: "neg", 1: "pos"}, label2id={"neg": 0, "pos": 1}
+    )
     model.save_pretrained(tmp_path)
     fast.save_pretrained(tmp_path)
-    answers = pipeline("text-classification", model=str(tmp_path), tokenizer=str(tmp_path))(["good film", "bad"])
+    answers = pipeline("text-classification", model=str(tmp_path), tokenizer=str(tmp_path))(
+        ["good film", "bad"]
+    )
     assert {a["label"] for a in answers} <= {"neg", "pos"}
 
 
@@ -322,7 +328,9 @@ def test_the_reports_call():
     assert model.config.oelm["method"]["name"] == "oelm"
     assert model.config.oelm["init"] == "fresh"
     names = {
-        (kind, frozen): oelm.create_oelm_classifier(2, 16, 1, 2, frozen, kind, vocab_size=9).config.oelm["method"]["name"]
+        (kind, frozen): oelm.create_oelm_classifier(2, 16, 1, 2, frozen, kind, vocab_size=9).config.oelm[
+            "method"
+        ]["name"]
         for kind in ("orthogonal", "normal")
         for frozen in (True, False)
     }

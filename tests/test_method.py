@@ -76,7 +76,9 @@ def test_an_unknown_field_is_refused():
         Method.from_dict({"name": "oelm", "frozen": {}})
 
 
-@given(st.integers(1, 50), st.one_of(st.none(), st.integers(-60, 60)), st.one_of(st.none(), st.integers(-60, 60)))
+@given(
+    st.integers(1, 50), st.one_of(st.none(), st.integers(-60, 60)), st.one_of(st.none(), st.integers(-60, 60))
+)
 def test_layers_are_selected_as_python_slices(layers, start, stop):
     if start is None and stop is None:
         return

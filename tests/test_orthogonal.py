@@ -123,9 +123,13 @@ def test_factors_of_a_weight(shape, seed):
         assert deviation(to_weight(factor), heads).max() < 1e-10
         # Same column space: projecting the original onto it changes nothing.
         assert np.allclose(factor @ (factor.transpose(0, 2, 1) @ blocks), blocks, atol=1e-8)
-    assert (np.diagonal(q.transpose(0, 2, 1) @ blocks, axis1=1, axis2=2) > -1e-9).all(), "R's diagonal is positive"
+    assert (np.diagonal(q.transpose(0, 2, 1) @ blocks, axis1=1, axis2=2) > -1e-9).all(), (
+        "R's diagonal is positive"
+    )
     # No orthonormal block is nearer than the polar factor.
-    assert (np.linalg.norm(polar - blocks, axis=(1, 2)) <= np.linalg.norm(q - blocks, axis=(1, 2)) + 1e-9).all()
+    assert (
+        np.linalg.norm(polar - blocks, axis=(1, 2)) <= np.linalg.norm(q - blocks, axis=(1, 2)) + 1e-9
+    ).all()
 
 
 def test_polar_factor_is_scipys():
@@ -138,7 +142,9 @@ def test_polar_factor_is_scipys():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_tolerance_fits_the_dtype(dtype):
     for d_model, head_dim in ((4, 4), (64, 64), (512, 64)):
-        weight = torch.from_numpy(to_weight(draw_blocks("orthogonal", d_model, 4, head_dim, seed=0, name="w")))
+        weight = torch.from_numpy(
+            to_weight(draw_blocks("orthogonal", d_model, 4, head_dim, seed=0, name="w"))
+        )
         assert deviation(weight.to(dtype), 4).max() <= tolerance(dtype)
         assert deviation(1.02 * weight.to(dtype), 4).max() > tolerance(dtype), "2 % off must be seen"
         assert deviation(3 * weight.to(dtype), 4, gain=3.0).max() <= 2 * tolerance(dtype)
@@ -164,7 +170,7 @@ def test_a_weight_that_does_not_divide_into_heads_is_refused():
 
 
 def test_orthonormal_blocks_give_scores_of_unit_variance():
-    """The reason for the scale: layer-normed inputs, logits of standard deviation 1 after 1/sqrt(head_dim)."""
+    """The reason for the scale: layer-normed inputs, scores of standard deviation 1."""
     x = np.random.default_rng(0).standard_normal((400, 512))
     for kind in (*ORTHONORMAL_KINDS, "gaussian"):
         q, k = (x @ draw_blocks(kind, 512, 1, 64, seed=0, name=n)[0] for n in ("q", "k"))

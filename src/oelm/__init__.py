@@ -7,7 +7,7 @@ from oelm.version import __version__
 
 
 def _is_command_line() -> bool:
-    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or ["-m", "oelm"] == sys.orig_argv[1:3]
+    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or sys.orig_argv[1:3] == ["-m", "oelm"]
 
 
 # `oelm --help` must not wait seconds for torch, so the command line imports what a verb needs itself.
@@ -15,7 +15,7 @@ def _is_command_line() -> bool:
 if not _is_command_line():
     from oelm.audit import Audit, Fingerprint, audit, fingerprint
     from oelm.convert import ConversionReport, convert, load, refreeze, release
-    from oelm.create import create_oelm_classifier, to_gpt2
+    from oelm.create import create_oelm_classifier, gpt_config, to_gpt2
     from oelm.errors import AuditError, UserError
     from oelm.families import FAMILIES, Attention, Family
     from oelm.gpt import (
@@ -25,7 +25,6 @@ if not _is_command_line():
         OelmGPTForSequenceClassification,
         OelmGPTForTokenClassification,
         OelmGPTModel,
-        gpt_config,
     )
     from oelm.method import PRESETS, Method, get_method
 

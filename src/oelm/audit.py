@@ -76,7 +76,7 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     heads, largest, allowed = 0, 0.0, 0.0
     for site, gain in orthonormal_sites(model, method):
         found = deviation(site.weight, site.heads, gain)
-        limit = tolerance(site.weight.dtype)
+        limit = _allowed(site.weight)
         problems += [
             f"{site.path}: head {head} is off from orthonormal by {value:.2g} (tolerance {limit:.2g})"
             for head, value in enumerate(found)
@@ -110,17 +110,24 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def method_of(model: nn.Module) -> Method:
-    """The method a model was converted with."""
+def record_of(model: nn.Module) -> dict[str, Any]:
+    """What conversion left in the config."""
     record = getattr(getattr(model, "config", None), "oelm", None)
     if not record:
-        raise UserError("this model was not converted: its config has no 'oelm' entry; call oelm.convert first")
-    return Method.from_dict(record["method"])
+        raise UserError(
+            "this model was not converted: its config has no 'oelm' entry; call oelm.convert first"
+        )
+    return record
+
+
+def method_of(model: nn.Module) -> Method:
+    """The method a model was converted with."""
+    return Method.from_dict(record_of(model)["method"])
 
 
 def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None) -> Iterable[str]:
     wanted = frozen_names(model, method)
-    expected = wanted | set(model.config.oelm["already_frozen"] if before is None else before.frozen)
+    expected = wanted | set(record_of(model)["already_frozen"] if before is None else before.frozen)
     known = None if before is None else set(before.frozen) | set(before.trainable)
     for name, parameter in model.named_parameters():
         if name in wanted and parameter.requires_grad:
@@ -141,7 +148,11 @@ def orthonormal_sites(model: nn.Module, method: Method) -> Iterable[tuple[Site, 
     wanted = frozen_names(model, method)
     for site in find_sites(model):
         kind = method.start.get(site.role)
-        if site.role in HEAD_ROLES and kind in (*ORTHONORMAL_KINDS, "polar") and f"{site.path}.weight" in wanted:
+        if (
+            site.role in HEAD_ROLES
+            and kind in (*ORTHONORMAL_KINDS, "polar")
+            and f"{site.path}.weight" in wanted
+        ):
             yield site, block_gain(site, method)
 
 
@@ -159,11 +170,22 @@ def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
     holds values that fit the narrower dtype exactly: then the narrower digest must match.
     """
     tensors = _frozen(model, method)
-    for name, recorded in model.config.oelm["digest"].items():
+    for name, recorded in record_of(model)["digest"].items():
         dtype = getattr(torch, name)
-        if all(torch.equal(t.to(dtype).to(t.dtype), t) for _, t in tensors) and _digest(tensors, dtype) == recorded:
+        if all(_fits(tensor, dtype) for _, tensor in tensors) and _digest(tensors, dtype) == recorded:
             return
     yield "frozen weights: they are not the ones that were frozen (their digest differs from config.oelm)"
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the dtype holds these values exactly."""
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _allowed(weight: Tensor) -> float:
+    """How far from orthonormal rounding can have put these values: one saved in bf16 keeps its error."""
+    narrower = [dtype for dtype in (torch.bfloat16, torch.float16) if _fits(weight, dtype)]
+    return max(tolerance(dtype) for dtype in (weight.dtype, *narrower))
 
 
 def _frozen(model: nn.Module, method: Method) -> list[tuple[str, Tensor]]:

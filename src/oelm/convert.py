@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from oelm.audit import audit, frozen_digest, method_of
 from oelm.errors import UserError
@@ -51,7 +52,8 @@ class ConversionReport:
     def __str__(self) -> str:
         header = ("role", "tensors", "heads", "starts as", "gain", "frozen", "parameters")
         body = [
-            (r.role, str(r.tensors), str(r.heads or "-"), r.start, r.gain, r.frozen, f"{r.parameters:,}") for r in self.rows
+            (r.role, str(r.tensors), str(r.heads or "-"), r.start, r.gain, r.frozen, f"{r.parameters:,}")
+            for r in self.rows
         ]
         widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
         numeric = (1, 2, 6)
@@ -131,7 +133,9 @@ def load(path: str, **kwargs: Any) -> PreTrainedModel:
     name = (config.architectures or [""])[0]
     cls = getattr(oelm.gpt, name, None) or getattr(transformers, name, None)
     if cls is None:
-        raise UserError(f"{path}: config.json names the architecture {name!r}, which transformers does not know")
+        raise UserError(
+            f"{path}: config.json names the architecture {name!r}, which transformers does not know"
+        )
     return refreeze(cls.from_pretrained(path, **kwargs))
 
 
@@ -156,7 +160,10 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise UserError("this model is quantised: convert the full-precision model, then quantise it")
-    if getattr(getattr(model, "config", None), "add_cross_attention", False) and model.config.model_type == "gpt2":
+    if (
+        getattr(getattr(model, "config", None), "add_cross_attention", False)
+        and model.config.model_type == "gpt2"
+    ):
         raise UserError("GPT-2 with cross-attention is not supported: its cross-attention fuses K and V only")
 
 
@@ -170,11 +177,14 @@ def _refuse_unfit_weights(sites: list[Site]) -> None:
         if hasattr(weight, "full_tensor"):
             raise UserError(f"{site.path} is sharded: convert the model before FSDP wraps it")
         if not weight.is_floating_point() or weight.element_size() < 2:
-            raise UserError(f"{site.path} is quantised ({weight.dtype}): convert the full-precision model instead")
+            raise UserError(
+                f"{site.path} is quantised ({weight.dtype}): convert the full-precision model instead"
+            )
         other = owners.setdefault(weight.data_ptr(), site)
         if other.module is not site.module:
             raise UserError(
-                f"{other.path} and {site.path} share one weight (tied): one cannot start or freeze without the other"
+                f"{other.path} and {site.path} share one weight (tied): "
+                "one cannot start or freeze without the other"
             )
 
 
@@ -214,7 +224,7 @@ def _freeze(model: PreTrainedModel, method: Method) -> None:
         layers = method.freeze.get(site.role)
         if site.part is not None and layers and site.layer in select_layers(layers, site.num_layers):
             module = model.get_submodule(site.path)
-            if not isinstance(module, SplitQKV):
+            if isinstance(module, nn.Linear | Conv1D):  # not split yet on behalf of another of its parts
                 _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
     wanted = frozen_names(model, method)
     for name, parameter in model.named_parameters():

@@ -1,15 +1,43 @@
-"""Shortcuts around the reference GPT: the reports' own call, and the way out to a vanilla GPT-2."""
+"""Around the reference GPT: its named sizes, the reports' own call, and the way out to a vanilla GPT-2."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from oelm.convert import convert
 from oelm.errors import UserError
 from oelm.gpt import OelmGPTConfig, OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.method import Method
+
+# Named sizes: (layers, d_model, heads, positions).
+_SIZES = {
+    "gpt-tiny": (2, 128, 4, 512),
+    "gpt-small": (4, 256, 4, 512),
+    "gpt-medium-512": (6, 512, 8, 512),
+    "gpt-large": (8, 768, 12, 512),
+    "gpt2-small": (12, 768, 12, 1024),
+    "gpt2-medium": (24, 1024, 16, 1024),
+    "gpt2-large": (36, 1280, 20, 1024),
+    "gpt2-xl": (48, 1600, 25, 1024),
+}
+PRESETS = tuple(_SIZES)
+
+
+def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
+    """The configuration of a named size; keyword arguments override its fields."""
+    if preset not in _SIZES:
+        raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
+    layers, d_model, heads, positions = _SIZES[preset]
+    fields = {
+        "num_layers": layers,
+        "d_model": d_model,
+        "num_heads": heads,
+        "max_position_embeddings": positions,
+    }
+    return OelmGPTConfig(**{**fields, **overrides})
+
 
 # The reports' two switches, init_method and freeze_qk, as presets.
 _REPORTED = {
@@ -47,18 +75,16 @@ def create_oelm_classifier(
     `method` (any preset or Method) overrides `freeze_qk` and `init_method`; other keywords are fields
     of `OelmGPTConfig`.
     """
-    fields = {"attention_dropout": dropout, **config}
-    model = OelmGPTForSequenceClassification(
-        OelmGPTConfig(
-            num_labels=num_classes,
-            d_model=d_model,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            dropout=dropout,
-            init_seed=seed,
-            **fields,
-        )
-    )
+    fields = {
+        "num_labels": num_classes,
+        "d_model": d_model,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "init_seed": seed,
+    }
+    model = OelmGPTForSequenceClassification(OelmGPTConfig(**(fields | config)))
     convert(model, _method(init_method, freeze_qk, method), seed=seed)
     return model
 
@@ -89,7 +115,8 @@ def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
             pad_token_id=config.pad_token_id,
             tie_word_embeddings=config.tie_word_embeddings,
         )
-    ).to(model.dtype)
+    )
+    nn.Module.to(target, model.dtype)
     result = target.load_state_dict(_gpt2_state(model), strict=False)
     assert not result.unexpected_keys, result
     return target.eval()
@@ -100,7 +127,8 @@ def _gpt2_state(model: OelmGPTForCausalLM) -> dict[str, Tensor]:
     state = {
         key: source[key]
         for key in source
-        if key.startswith(("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")) or ".ln_" in key
+        if key.startswith(("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"))
+        or ".ln_" in key
     }
     for i in range(model.config.num_layers):
         at = f"transformer.h.{i}"

@@ -3,7 +3,7 @@
 To support another architecture, add a row under its `config.model_type`:
 
     oelm.FAMILIES["my-bert"] = oelm.Family(
-        attentions=(oelm.Attention("encoder.layer.*", q="attn.query", k="attn.key", v="attn.value", o="attn.out"),),
+        attentions=(oelm.Attention("encoder.layer.*.attn", q="query", k="key", v="value", o="out"),),
         ffn_in=("encoder.layer.*.up",),
         ffn_out=("encoder.layer.*.down",),
     )
@@ -68,7 +68,12 @@ _BERT = Family(
 _LLAMA = Family(
     attentions=(
         Attention(
-            "layers.*.self_attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj", kv_heads="num_key_value_heads"
+            "layers.*.self_attn",
+            q="q_proj",
+            k="k_proj",
+            v="v_proj",
+            o="o_proj",
+            kv_heads="num_key_value_heads",
         ),
     ),
     ffn_in=("layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"),
@@ -218,7 +223,9 @@ def find_sites(model: nn.Module) -> list[Site]:
             ]
     roles = {site.role for site in sites}
     if not {"q", "k"} <= roles:
-        raise UserError(f"found no query and key projections in this {type(model).__name__}: its row does not fit")
+        raise UserError(
+            f"found no query and key projections in this {type(model).__name__}: its row does not fit"
+        )
     for site in sites:
         if not isinstance(site.module, nn.Linear | Conv1D):
             raise UserError(f"{site.path} is a {type(site.module).__name__}, not a plain linear layer")
@@ -232,6 +239,8 @@ def _attention_sites(
     for role in ("q", "k", "v", "o"):
         fused = attention.qkv and role in PARTS
         found = _match(f"{attention.at}.{attention.qkv if fused else getattr(attention, role)}", modules)
+        if not found:
+            continue
         heads = getattr(config, attention.heads)
         if role in ("k", "v") and attention.kv_heads:
             heads = getattr(config, attention.kv_heads) or heads
@@ -282,7 +291,8 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
     frozen = [
         site.module
         for site in find_sites(model)
-        if site.role in method.freeze and site.layer in select_layers(method.freeze[site.role], site.num_layers)
+        if site.role in method.freeze
+        and site.layer in select_layers(method.freeze[site.role], site.num_layers)
     ]
     for role, modules in whole_model_roles(model).items():
         if role in method.freeze:

@@ -131,7 +131,9 @@ class SplitQKV(nn.Module):
         fused = Conv1D(out, in_) if self.transposed else nn.Linear(in_, out, bias=has_bias)
         fused.weight = nn.Parameter(weight.t().contiguous() if self.transposed else weight)
         if has_bias:
-            fused.bias = nn.Parameter(fuse([part.bias.detach() for part in self.parts], self.heads, self.layout))
+            fused.bias = nn.Parameter(
+                fuse([part.bias.detach() for part in self.parts], self.heads, self.layout)
+            )
         return fused
 
 
@@ -146,7 +148,9 @@ def _save_fused(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
         keys = [f"{prefix}{name}.{kind}" for name in PARTS]
         if keys[0] in state:
             tensor = fuse([state.pop(key) for key in keys], module.heads, module.layout)
-            state[prefix + kind] = tensor.t().contiguous() if module.transposed and kind == "weight" else tensor
+            state[prefix + kind] = (
+                tensor.t().contiguous() if module.transposed and kind == "weight" else tensor
+            )
 
 
 def _load_fused(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -65,7 +65,7 @@ class OelmGPTConfig(PreTrainedConfig):
     d_model: int = 512
     num_layers: int = 6
     num_heads: int = 8
-    d_ff: int | None = None  # 4 * d_model
+    d_ff: int = 0  # 0: 4 * d_model
     positions: str = "learned"  # or "rotary"
     rope_theta: float = 10000.0
     dropout: float = 0.0  # embeddings, residual branches, task head
@@ -93,29 +93,6 @@ class OelmGPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
 
-# Named sizes: (layers, d_model, heads, positions).
-_SIZES = {
-    "gpt-tiny": (2, 128, 4, 512),
-    "gpt-small": (4, 256, 4, 512),
-    "gpt-medium-512": (6, 512, 8, 512),
-    "gpt-large": (8, 768, 12, 512),
-    "gpt2-small": (12, 768, 12, 1024),
-    "gpt2-medium": (24, 1024, 16, 1024),
-    "gpt2-large": (36, 1280, 20, 1024),
-    "gpt2-xl": (48, 1600, 25, 1024),
-}
-PRESETS = tuple(_SIZES)
-
-
-def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
-    """The configuration of a named size; keyword arguments override its fields."""
-    if preset not in _SIZES:
-        raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
-    layers, d_model, heads, positions = _SIZES[preset]
-    fields = {"num_layers": layers, "d_model": d_model, "num_heads": heads, "max_position_embeddings": positions}
-    return OelmGPTConfig(**{**fields, **overrides})
-
-
 class SelfAttention(nn.Module):
     def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
         super().__init__()
@@ -131,7 +108,9 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
         qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads)  # (B, T, 3C)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))  # (B, H, T, D)
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )  # (B, H, T, D)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
@@ -234,6 +213,8 @@ class OelmGPTPreTrainedModel(PreTrainedModel):
 
 
 class OelmGPTModel(OelmGPTPreTrainedModel):
+    _input_embed_layer = "wte"
+
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
@@ -249,12 +230,6 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         if config.oelm and not self.wte.weight.is_meta:
             record, config.oelm = config.oelm, None
             convert(self, Method.from_dict(record["method"]), seed=record["seed"])
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.wte
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.wte = value
 
     def forward(
         self,
@@ -339,6 +314,11 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
         )
 
 
+def cross_entropy(logits: Tensor, labels: Tensor | None) -> Any:
+    """The mean over the labels that count (not -100), in float32; None without labels."""
+    return None if labels is None else F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
 class _Bidirectional(OelmGPTPreTrainedModel):
     """What the models that read a whole text share: attention in both directions, dropout, a linear head."""
 
@@ -347,7 +327,7 @@ class _Bidirectional(OelmGPTPreTrainedModel):
         self.transformer = OelmGPTModel(config)
         self.transformer.causal = False
         self.dropout = nn.Dropout(config.dropout)
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.classifier = nn.Linear(config.d_model, int(config.num_labels or 0))
         self.post_init()
 
 
@@ -370,8 +350,9 @@ class OelmGPTForSequenceClassification(_Bidirectional):
             last = (valid.long() * position).argmax(1)  # right of it there is only padding
             pooled = x[torch.arange(x.shape[0], device=x.device), last]
         logits = self.classifier(self.dropout(pooled))
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return SequenceClassifierOutput(
+            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+        )
 
 
 class OelmGPTForTokenClassification(_Bidirectional):
@@ -385,8 +366,9 @@ class OelmGPTForTokenClassification(_Bidirectional):
         """-100 among the labels is ignored."""
         out = self.transformer(input_ids, attention_mask, **kwargs)
         logits = self.classifier(self.dropout(out.last_hidden_state))
-        loss = None if labels is None else F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return TokenClassifierOutput(
+            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+        )
 
 
 class OelmGPTForQuestionAnswering(_Bidirectional):
@@ -408,7 +390,7 @@ class OelmGPTForQuestionAnswering(_Bidirectional):
         start, end = self.classifier(self.dropout(out.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (F.cross_entropy(start.float(), start_positions) + F.cross_entropy(end.float(), end_positions)) / 2
+            loss = (cross_entropy(start, start_positions) + cross_entropy(end, end_positions)) / 2
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
         )

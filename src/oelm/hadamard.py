@@ -16,7 +16,9 @@ def hadamard_matrix(n: int) -> np.ndarray:
     matrix = _construct(n)
     if matrix is None:
         why = "none exists" if n > 2 and n % 4 else "no construction known here reaches it"
-        raise UserError(f"no Hadamard matrix of order {n}: {why}; 1, 12, 20 and 28 times any power of two work")
+        raise UserError(
+            f"no Hadamard matrix of order {n}: {why}; 1, 12, 20 and 28 times any power of two work"
+        )
     return matrix
 
 
@@ -59,7 +61,7 @@ def _paley_one(q: int) -> np.ndarray:
 
 
 def _paley_two(q: int) -> np.ndarray:
-    """Order 2 (q + 1) for a prime q = 1 mod 4: a symmetric conference matrix with 2 x 2 blocks for entries."""
+    """Order 2 (q + 1) for a prime q = 1 mod 4: a symmetric conference matrix, its entries 2 x 2."""
     c = np.zeros((q + 1, q + 1))
     c[0, 1:], c[1:, 0], c[1:, 1:] = 1, 1, _jacobsthal(q)
     return np.kron(c, [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])

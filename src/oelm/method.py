@@ -49,12 +49,18 @@ class Method:
             _known(role, ROLES, "role")
             select_layers(layers, 1)
             if role in ("embeddings", "norms") and layers != "all":
-                raise UserError(f"{role} are frozen in the whole model or not at all: use 'all', not {layers!r}")
+                raise UserError(
+                    f"{role} are frozen in the whole model or not at all: use 'all', not {layers!r}"
+                )
         _known(self.init, INITS, "init")
         if "polar" in self.start.values() and self.init == "fresh":
-            raise UserError("'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it")
+            raise UserError(
+                "'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it"
+            )
         if self.gain != "family" and not (
-            isinstance(self.gain, int | float) and not isinstance(self.gain, bool) and 0 < self.gain < float("inf")
+            isinstance(self.gain, int | float)
+            and not isinstance(self.gain, bool)
+            and 0 < self.gain < float("inf")
         ):
             raise UserError(f"gain must be a positive number or 'family', not {self.gain!r}")
 

@@ -66,7 +66,8 @@ def _check_shape(d_model: int, num_heads: int, head_dim: int) -> None:
         raise UserError(f"sizes must be positive: d_model {d_model}, heads {num_heads}, head_dim {head_dim}")
     if head_dim > d_model:
         raise UserError(
-            f"head_dim {head_dim} > d_model {d_model}: at most d_model columns of length d_model can be orthonormal"
+            f"head_dim {head_dim} > d_model {d_model}: "
+            "at most d_model columns of length d_model can be orthonormal"
         )
 
 
