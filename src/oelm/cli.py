@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from oelm import cli_data
 from oelm.errors import AuditError, UserError
 from oelm.version import __version__
 
@@ -18,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Does freezing orthogonal query/key projections pay on your task?",
 )
+
+app.add_typer(cli_data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,19 +7,44 @@
     for epoch, step, batches in plan.schedule(start=0):
         batch = padded_batch(train, batches.share(step, rank, world), store.pad_id)   # or packed_batch
 
+A corpus is read in windows: `windows = Windows(train, 512)`, `Plan(windows.lengths, batch_size=8, seed=1)`,
+`windows.batch(share)`. An evaluation is a plan without a seed.
+
 `load_*` and `prepare` need the whole installation; opening a store and making batches need only torch and
 numpy, so a store can be made here and trained on elsewhere.
 """
 
-from oelm.data.assemble import IGNORE, Packed, Padded, packed_batch, padded_batch
+from oelm.data.answers import answer_text, read_references
+from oelm.data.assemble import Packed, Padded, WindowBatch, Windows, packed_batch, padded_batch
 from oelm.data.batches import Epoch, Plan
 from oelm.data.catalogue import TASKS, Task, get_task
+from oelm.data.choice import Choice
 from oelm.data.dataset import Dataset
 from oelm.data.prepare import prepare
 from oelm.data.sources import load_file, load_task
-from oelm.data.store import Split, Store, open_store
+from oelm.data.store import IGNORE, Split, Store, open_store
 
 __all__ = [
-    "IGNORE", "TASKS", "Dataset", "Epoch", "Packed", "Padded", "Plan", "Split", "Store", "Task", "get_task",
-    "load_file", "load_task", "open_store", "packed_batch", "padded_batch", "prepare",
-]  # fmt: skip
+    "IGNORE",
+    "TASKS",
+    "Choice",
+    "Dataset",
+    "Epoch",
+    "Packed",
+    "Padded",
+    "Plan",
+    "Split",
+    "Store",
+    "Task",
+    "WindowBatch",
+    "Windows",
+    "answer_text",
+    "get_task",
+    "load_file",
+    "load_task",
+    "open_store",
+    "packed_batch",
+    "padded_batch",
+    "prepare",
+    "read_references",
+]

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from oelm.data.batches import ranges
-from oelm.data.store import Split
+from oelm.data.store import IGNORE, Split
+from oelm.errors import UserError
 
 Array = np.ndarray
-IGNORE = -100  # what torch's cross-entropy leaves out
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Padded:
     attention_mask: torch.Tensor  # (B, L) 1 = token, 0 = padding
     labels: torch.Tensor | None = None  # (B,) classes, or (B, L) tags
     token_type_ids: torch.Tensor | None = None  # (B, L)
+    start_positions: torch.Tensor | None = None  # (B,) question answering
+    end_positions: torch.Tensor | None = None  # (B,)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a Hugging Face model is called with, the labels aside."""
@@ -89,7 +91,65 @@ def padded_batch(split: Split, items: Array, pad_id: int) -> Padded:
         batch.labels = torch.from_numpy(tags)
     if split.second is not None:
         batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
+    if split.has("starts"):
+        batch.start_positions = _long(split.column("starts")[items])
+        batch.end_positions = _long(split.column("ends")[items])
     return batch
+
+
+@dataclass
+class WindowBatch:
+    """Windows of a stream. `targets` are the inputs moved by one: no model needs to shift them again."""
+
+    ids: Array  # (B,) numbers of the windows
+    input_ids: torch.Tensor  # (B, T)
+    targets: torch.Tensor  # (B, T), IGNORE after the end of the stream
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A stream cut into windows of `size` tokens that do not overlap; each token is predicted once.
+
+    Training leaves out a last window that is not whole; an evaluation (`whole=False`) takes it, so that
+    all tokens but the boundary at the start of the stream are counted exactly once.
+    """
+
+    split: Split
+    size: int
+    whole: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"a window needs at least one token, not {self.size}")
+        if not len(self):
+            raise UserError(
+                f"the {self.split.name} split has {len(self.split.tokens)} tokens, less than one window of "
+                f"{self.size}; use shorter windows"
+            )
+
+    def __len__(self) -> int:
+        targets = len(self.split.tokens) - 1
+        return targets // self.size if self.whole else -(-targets // self.size)
+
+    @property
+    def lengths(self) -> Array:
+        """What `Plan` wants to know: all windows count as equally long."""
+        return np.broadcast_to(np.int64(self.size), len(self))
+
+    @property
+    def targets(self) -> int:
+        """How many tokens all windows together predict."""
+        return min(len(self) * self.size, len(self.split.tokens) - 1)
+
+    def batch(self, items: Array) -> WindowBatch:
+        """The windows of a share."""
+        places = np.asarray(items)[:, None] * self.size + np.arange(self.size + 1)
+        last = len(self.split.tokens) - 1
+        tokens = self.split.tokens[np.minimum(places, last)].astype(np.int64)
+        targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE)
+        return WindowBatch(
+            np.asarray(items), torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
+        )
 
 
 def _long(values: Array) -> torch.Tensor:

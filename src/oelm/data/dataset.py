@@ -65,7 +65,13 @@ class Dataset:
             {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
             for part in self.parts
         ]
-        return {"version": VERSION, "kind": self.kind, "sources": sources, **self.identity}
+        return {
+            "version": VERSION,
+            "kind": self.kind,
+            "labels": self.label_names,
+            "sources": sources,
+            **self.identity,
+        }
 
     def sizes(self) -> dict[str, int]:
         """Rows per split (not for LM, whose corpora are counted while they are written)."""
@@ -97,7 +103,7 @@ def survey(dataset: Dataset, part: Part) -> None:
     for first, chunk in part.rows():
         columns = {role: values for role, values in chunk.items() if role != "label"}
         for role, values in columns.items():
-            _check_values(part, role, values, first)
+            check_values(part, role, values, first)
         for row in zip(*columns.values(), strict=True):
             texts = item_texts(dataset.kind, dict(zip(columns, row, strict=True)))
             keys.append(text_key(*texts))
@@ -111,7 +117,7 @@ def survey(dataset: Dataset, part: Part) -> None:
     dataset.drop(part, np.array(empty, dtype=bool), "empty texts")
 
 
-def _check_values(part: Part, role: str, values: list[Any], first: int) -> None:
+def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
     """Refuse what cannot be text, naming its row; None becomes an empty text, in place."""
     for i, value in enumerate(values):
         if role in ("tags", "answers", "id"):

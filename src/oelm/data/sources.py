@@ -40,8 +40,8 @@ def _hub_source(task: Task, split: str) -> Source:
         table = datasets.load_dataset(task.hub.path, task.hub.config, revision=task.hub.revision, split=split)
     except Exception as error:  # whatever the network or the hub may answer
         raise UserError(
-            f"{task.name} cannot be loaded from the hub ({one_line(error)}); without a network, name a folder that "
-            "holds it with --data-dir or OELM_DATA_DIR"
+            f"{task.name} cannot be loaded from the hub ({one_line(error)}); without a network, "
+            "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         ) from None
     return HubSource(f"{task.hub.path}, split {split}", table)
 
@@ -136,14 +136,10 @@ def _label_part(dataset: Dataset, part: Part, task: Task, drop_unlabelled: bool)
 
 
 def _tag_names(dataset: Dataset) -> list[str]:
-    """The tags of the training rows (a tag that only a test row has cannot be learned)."""
-    names: set[str] = set()
-    for part in dataset.parts:
-        for first, chunk in part.rows():
-            for i, tags in enumerate(chunk["tags"]):
-                if part.split[first + i] == 0:
-                    names.update(tags)
-    return sorted(names)
+    """All tags of a set without a fixed list; one that only test has counts as an error, not as nothing."""
+    return sorted(
+        {tag for part in dataset.parts for _, chunk in part.rows() for tags in chunk["tags"] for tag in tags}
+    )
 
 
 def load_file(
@@ -174,11 +170,9 @@ def load_file(
     parts = [Part(open_file(path), columns, "train")]
     if test_file:
         parts.append(Part(open_file(test_file), columns, "test"))
-    held = (
-        {"validation": validation_share}
-        if test_file
-        else {"test": test_share, "validation": validation_share}
-    )
+    held = {"validation": validation_share}
+    if not test_file:  # shares are of the whole file, and test is taken first
+        held = {"test": test_share, "validation": validation_share / (1 - test_share)}
     identity = {"held_out": held, "split_seed": split_seed, "train_size": train_size}
     dataset = Dataset(Path(path).stem, CLASSIFICATION, parts, "accuracy", [], identity)
     for part in parts:

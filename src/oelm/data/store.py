@@ -19,6 +19,7 @@ from oelm.errors import UserError
 
 FORMAT = 1
 MANIFEST = "store.json"
+IGNORE = -100  # a label that torch's cross-entropy leaves out
 Array = np.ndarray
 
 

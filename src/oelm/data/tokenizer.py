@@ -92,8 +92,8 @@ def _from_hub(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever the network or the hub may answer
         raise UserError(
-            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); without a "
-            "network, set OELM_TOKENIZER_DIR, or use train:8192"
+            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); "
+            "without a network, set OELM_TOKENIZER_DIR, or use train:8192"
         ) from None
 
 
@@ -126,7 +126,7 @@ class Encoder:
         self.has_pairs = bool(self.pair[1])
         self.backend.encode_special_tokens = True
         if not self.has_pairs:
-            self.pair = (self.pair[0], self._ids([JOINER])[0], self.pair[2])
+            self.pair = (self.pair[0], self.ids([JOINER])[0], self.pair[2])
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
         self.max_length = max_length
         needed = 2 + sum(map(len, self.pair))
@@ -143,14 +143,15 @@ class Encoder:
         pair = (two.ids[: first[0]], two.ids[first[-1] + 1 : second[0]], two.ids[second[-1] + 1 :])
         return single, pair, bool(pair[1]) and two.type_ids[second[0]] == 1
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Token numbers of each text, nothing added, nothing cut."""
         return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
         """Flat tokens, lengths, and how many texts were cut at max_length."""
         before, after = self.single
         room = self.max_length - len(before) - len(after)
-        found = self._ids(texts)
+        found = self.ids(texts)
         rows = [[*before, *ids[:room], *after] for ids in found]
         return self._flat(rows), _lengths(rows), sum(len(ids) > room for ids in found)
 
@@ -160,8 +161,8 @@ class Encoder:
         before, between, after = self.pair
         room = self.max_length - len(before) - len(between) - len(after)
         rows, starts, cut = [], [], 0
-        others = self._ids(seconds if self.has_pairs else [" " + second for second in seconds])
-        for first, second in zip(self._ids(firsts), others, strict=True):
+        others = self.ids(seconds if self.has_pairs else [" " + second for second in seconds])
+        for first, second in zip(self.ids(firsts), others, strict=True):
             if len(first) + len(second) > room:
                 keep = share_room(len(first), len(second), room)
                 first, second, cut = first[: keep[0]], second[: keep[1]], cut + 1
@@ -169,6 +170,32 @@ class Encoder:
             rows.append(row)
             starts.append(len(before) + len(first) + len(between) if self.typed else len(row))
         return self._flat(rows), _lengths(rows), np.array(starts, dtype=np.int64), cut
+
+    def words(self, rows: list[list[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Flat tokens, lengths, for each token the number of the word it starts (-1: none), rows cut."""
+        before, after = self.single
+        room = self.max_length - len(before) - len(after)
+        if self.ids(["a b"])[0] != self.ids(["a"])[0] + self.ids(["b"])[0]:
+            # A word inside a sentence carries its space, as it would in running text.
+            rows = [[*words[:1], *(" " + word for word in words[1:])] for words in rows]
+        encoded = self.backend.encode_batch(rows, is_pretokenized=True, add_special_tokens=False)
+        tokens, firsts, cut = [], [], 0
+        for encoding in encoded:
+            words = np.array(encoding.word_ids[:room], dtype=np.int64)
+            begins = np.diff(words, prepend=-1) != 0
+            ends = (np.full(len(before), -1), np.full(len(after), -1))
+            firsts.append(np.concatenate([ends[0], np.where(begins, words, -1), ends[1]]))
+            tokens.append([*before, *encoding.ids[:room], *after])
+            cut += len(encoding.ids) > room
+        return self._flat(tokens), _lengths(tokens), np.concatenate(firsts), cut
+
+    def seconds_with_places(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
+        """The second texts of pairs: tokens, and for each the characters (from, to) it came from."""
+        shift = 0 if self.has_pairs else 1
+        given = [" " + text for text in texts] if shift else texts
+        encoded = self.backend.encode_batch(given, add_special_tokens=False)
+        places = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
+        return [(e.ids, np.maximum(at - shift, 0)) for e, at in zip(encoded, places, strict=True)]
 
     def _flat(self, rows: list[list[int]]) -> np.ndarray:
         return np.fromiter(chain.from_iterable(rows), dtype=self.dtype, count=sum(map(len, rows)))

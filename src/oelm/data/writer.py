@@ -122,6 +122,21 @@ def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str,
         raise
 
 
+def copy_store(store: Store, folder: Path) -> Store:
+    """A copy of a store in a folder of the user's, which must not exist yet."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name a new folder")
+    beside = folder.with_name(folder.name + ".part")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(store.folder, beside)
+        beside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    return open_store(folder)
+
+
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """One process at a time; the kernel lets go when the holder dies."""
