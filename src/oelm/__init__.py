@@ -1,13 +1,14 @@
 """OELM Transformers: freeze orthogonal query and key projections, train the rest, compare fairly."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from oelm.version import __version__
 
 
 def _is_command_line() -> bool:
-    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or sys.orig_argv[1:3] == ["-m", "oelm"]
+    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or ("-m", "oelm") in pairwise(sys.orig_argv)
 
 
 # `oelm --help` must not wait seconds for torch, so the command line imports what a verb needs itself.

@@ -70,7 +70,8 @@ class ConversionReport:
             [
                 f"{self.model}: method {self.method}, seed {self.seed}",
                 *lines,
-                f"parameters {self.total:,} = {self.trainable:,} trainable + {self.frozen:,} frozen ({share:.1f} %)",
+                f"parameters {self.total:,} = {self.trainable:,} trainable"
+                f" + {self.frozen:,} frozen ({share:.1f} %)",
             ]
         )
 

@@ -1,0 +1,156 @@
+"""The package as a newcomer meets it: what it imports, how fast, from a wheel, and what the README says."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ALLOWED = ("torch", "numpy", "safetensors", "transformers", "accelerate")
+
+
+def run(code: str, *arguments: str, cwd: Path | None = None) -> str:
+    """Run Python code in a process of its own and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd or ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_five_packages_only():
+    """Every other dependency of ours is blocked, save those that transformers itself cannot do without."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", line)[0] for line in declared} - {*ALLOWED, "tokenizers", "typer", "rich"}
+    modules = {"scikit-learn": "sklearn"}
+    blocked = {modules.get(name, name) for name in names}
+    assert {"pydantic", "datasets", "pandas", "scipy", "pyarrow"} <= blocked
+    run(
+        f"""
+        import sys
+        from importlib.machinery import PathFinder
+
+        class Hider(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                hidden = name.partition(".")[0] in {blocked!r}
+                return None if hidden else PathFinder.find_spec(name, path, target)
+
+        sys.meta_path[sys.meta_path.index(PathFinder)] = Hider
+        import oelm, torch
+        model = oelm.create_oelm_classifier(2, 32, 1, 4, vocab_size=20)
+        model(torch.zeros(1, 4, dtype=torch.long), labels=torch.tensor([1])).loss.backward()
+        oelm.audit(model, oelm.fingerprint(model))
+        """
+    )
+
+
+def test_import_is_quick():
+    """Under 0.5 s beyond what transformers itself takes, in the best of a few tries on a busy machine."""
+    code = """
+    import time
+    from transformers import PreTrainedModel
+    start = time.perf_counter()
+    import oelm
+    print(time.perf_counter() - start)
+    """
+    best = 9.0
+    for _ in range(3):
+        best = min(best, float(run(code)))
+        if best < 0.5:
+            break
+    assert best < 0.5
+
+
+def test_the_command_line_does_not_wait_for_torch():
+    for command in (["--version"], ["--help"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "oelm", *command],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0
+        assert done.stdout.strip()
+        assert not re.search(r"\|\s+(torch|transformers)$", done.stderr, re.M)
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2():
+    for arguments in (["frobnicate"], ["--frobnicate"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "oelm", *arguments], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def readme_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_the_readme_examples_run(tmp_path):
+    """The first as it stands; the second on a tiny BERT saved under the name it loads."""
+    first, second = readme_examples()
+    assert "frozen_parameters=16384" in run(first, cwd=tmp_path)
+    tiny_bert = """
+    import transformers
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=60)
+    config = transformers.BertConfig(**sizes)
+    transformers.BertModel(config).save_pretrained("bert-base-uncased")
+    """
+    out = run(textwrap.dedent(tiny_bert) + "import oelm\n" + second, cwd=tmp_path)
+    assert "orthogonal, from its own weight" in out
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def test_the_readme_tree_is_the_tree():
+    named = re.findall(r"^  ([a-z_]+(?:\.py|/))\s", (ROOT / "README.md").read_text(), re.M)
+    package = ROOT / "src" / "oelm"
+    there = {p.name for p in package.glob("*.py")} | {
+        f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()
+    }
+    assert set(named) == there - {"__init__.py", "__main__.py", "errors.py", "version.py"}
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_outside_the_tree(tmp_path):
+    """Built, installed into an environment of its own (with this one's dependencies), used elsewhere."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)],
+        check=True,
+        capture_output=True,
+    )
+    dependencies = next(p for p in sys.path if p.endswith("site-packages"))
+    environment = {**os.environ, "PYTHONPATH": dependencies}
+    code = "import oelm, oelm.data; print(oelm.__file__); oelm.create_oelm_classifier(2, 32, 1, 4)"
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stdout
+    done = subprocess.run(
+        [str(python), "-m", "oelm", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.stdout.startswith("oelm ")
