@@ -1,0 +1,298 @@
+"""The run configuration: plain dataclasses, TOML on disk, the same keys everywhere.
+
+The dataclasses need nothing but the standard library, so a training process can be handed one. At the
+edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from oelm.errors import UserError
+
+FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
+
+
+@dataclass
+class TaskConfig:
+    """What is learned: a task by name, a user's file, or the folder of a prepared store (`data`)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    name: str | None = None
+    data: str | None = None
+    text: str = "text"
+    text_pair: str | None = None
+    label: str = "label"
+    test_file: str | None = None
+    train_on: str | None = None
+    train_size: int | None = None
+    split_seed: int = 0
+    max_length: int = 512
+    tokenizer: str | None = None  # None: gpt2 for a task, train:8192 for a file, the model's own otherwise
+    data_dir: str | None = None
+
+
+@dataclass
+class ModelConfig:
+    """A named size of the reference GPT, a hub id, or a folder. `None` keeps the model's own value."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    name: str | None = None  # None: gpt-tiny on a CPU, gpt-medium-512 on a GPU
+    dropout: float | None = None
+    attention_dropout: float | None = None
+    positions: Literal["learned", "rotary"] | None = None
+    pooling: Literal["last", "mean"] | None = None
+
+
+@dataclass
+class MethodConfig:
+    """A preset's name; the other fields override it (see `oelm.Method`)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    name: str = "baseline"
+    start: dict[str, str] | None = None
+    init: str | None = None
+    gain: float | str | None = None
+    freeze: dict[str, str] | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass
+class TrainingConfig:
+    """How it is learned. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    lr: float = 3e-4
+    epochs: float | None = None  # 3 unless `steps` is given
+    steps: int | None = None
+    batch_size: int | None = None  # 16 unless `batch_tokens` is given
+    batch_tokens: int | None = None
+    accumulate: int = 1  # micro-batches per step; the loss is the mean over the whole batch
+    warmup: float = 0.06  # steps, or a share of all steps if below 1
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 1.0  # 0: no clipping
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    label_smoothing: float = 0.0
+    class_weights: Literal["none", "balanced"] = "none"
+    gradient_checkpointing: bool = False
+    fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
+    eval_every: int = 0  # steps; 0: at the end of every epoch
+    save_every: int = 500  # steps; evaluations that improve are saved too
+    keep: int = 2  # checkpoints, besides the best
+    log_every: int = 10
+    early_stopping: int = 0  # evaluations without improvement before stopping; 0: never
+    choose_on: Literal["validation", "test", "last"] = "validation"  # "test" is the published habit
+    chance_after: float = 0.3  # share of the steps after which a run must beat the majority class
+    stop_at_chance: bool = False
+    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow, trackio
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise UserError("training.steps and training.epochs are both given; keep one")
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise UserError("training.batch_size and training.batch_tokens are both given; keep one")
+        if self.steps is None and self.epochs is None:
+            self.epochs = 3
+        if self.batch_size is None and self.batch_tokens is None:
+            self.batch_size = 16
+        for name in (
+            "lr",
+            "epochs",
+            "steps",
+            "batch_size",
+            "batch_tokens",
+            "accumulate",
+            "keep",
+            "log_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"training.{name} must be positive, not {value}")
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping", "eps"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"training.{name} must not be negative, but is {getattr(self, name)}")
+        for name in ("label_smoothing", "chance_after"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"training.{name} must lie between 0 and 1, but is {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"training.betas must lie between 0 and 1, but are {self.betas}")
+
+
+@dataclass
+class RunConfig:
+    """One run. `experiment` is the ID of the published experiment it repeats, if any."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    experiment: str | None = None
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        return _without_none(asdict(self))
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the result: where data lies and how often it is logged or saved does not."""
+        values = self.to_dict()
+        for section, names in INCIDENTAL.items():
+            for name in names:
+                values[section].pop(name, None)
+        return values
+
+
+# Keys that do not change what a run computes.
+INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers")}
+
+# Flags of the command line: short names for common keys.
+FLAGS = {
+    "task": "task.name",
+    "data": "task.data",
+    "text": "task.text",
+    "text_pair": "task.text_pair",
+    "label": "task.label",
+    "test_file": "task.test_file",
+    "train_size": "task.train_size",
+    "train_on": "task.train_on",
+    "max_length": "task.max_length",
+    "tokenizer": "task.tokenizer",
+    "data_dir": "task.data_dir",
+    "model": "model.name",
+    "method": "method.name",
+    "lr": "training.lr",
+    "epochs": "training.epochs",
+    "steps": "training.steps",
+    "batch_size": "training.batch_size",
+    "batch_tokens": "training.batch_tokens",
+    "precision": "training.precision",
+    "seed": "training.seed",
+}
+
+
+def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
+    """Check a nested mapping and make a RunConfig of it; say which key is wrong and what it may be."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(RunConfig).validate_python(dict(values))
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error.errors()[0])}") from None
+
+
+def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from its own `to_dict`, without pydantic: for a process that was handed one."""
+    sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
+    return RunConfig(
+        **{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()}  # type: ignore[operator]
+    )
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if key == "betas" else value for key, value in values.items()}
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        section, known = _section(error["loc"][:-1])
+        return f"unknown key {path!r}; {section} has: {', '.join(known)}"
+    if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
+        return str(error["ctx"]["error"])
+    given = json.dumps(error.get("input"), default=str)
+    return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _section(path: Iterable[Any]) -> tuple[str, list[str]]:
+    kind: Any = RunConfig
+    for part in path:
+        kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
+    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    return (f"[{'.'.join(map(str, path))}]" if path else "the file"), known
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as nested dictionaries; a file that is none is refused with the place of the mistake."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not a TOML file: {error}") from None
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`, section by section, in place.
+
+    The two ways to say how long and how large a batch exclude each other: naming one drops the other.
+    """
+    for one, other in (("steps", "epochs"), ("batch_size", "batch_tokens")):
+        for given, replaced in ((one, other), (other, one)):
+            if given in over and replaced not in over:
+                base.pop(replaced, None)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, Mapping) else value
+    return base
+
+
+def from_assignment(text: str) -> dict[str, Any]:
+    """`training.lr=3e-4` as nested dictionaries; the value is TOML, or a plain string where it is not."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.strip()):
+        raise UserError(f"--set {text!r}: write it as section.key=value, for example training.lr=1e-3")
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return nest(key.strip(), parsed)
+
+
+def nest(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Nested dictionaries as TOML: plain keys first, then one table per section."""
+    lines = [
+        f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)
+    ]
+    for key, section in values.items():
+        if isinstance(section, Mapping):
+            lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in section.items())]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    # TOML's strings, numbers and booleans are JSON's, with one exception: no surrogate pairs in escapes.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }
