@@ -5,10 +5,11 @@ one of them. Items of one question share its id. The splits that are measured al
 the characters it came from, and the documents and right answers themselves (`references`).
 """
 
+import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.prepare import item_dtypes, split_chunks
 from oelm.data.store import IGNORE, Split
 from oelm.data.tokenizer import Encoder
-from oelm.data.writer import SplitWriter
+from oelm.data.writer import split_writers
 from oelm.errors import UserError
 
 OVERLAP = 128  # tokens two neighbouring windows share
@@ -31,30 +32,36 @@ def write_questions(
     per_window = {"starts": np.int32, "ends": np.int32, "context": np.uint32}
     base = item_dtypes(encoder, dataset) | per_window | ({"second": np.uint32} if encoder.typed else {})
     measured = base | {"chars_from": np.uint32, "chars_to": np.uint32}
-    writers = {split: SplitWriter(folder, split, base if split == "train" else measured) for split in SPLITS}
-    references = {
-        split: (folder / f"{split}.references.jsonl").open("w", encoding="utf-8") for split in SPLITS[1:]
-    }
-    for part, split, rows, ids, chunk in split_chunks(dataset, show):
-        answers = [
-            _answers(part, int(r), c, a)
-            for r, c, a in zip(rows, chunk["context"], chunk["answers"], strict=True)
-        ]
-        windows = _windows(encoder, chunk, ids, answers)
-        if split == "train":
-            del windows["chars_from"], windows["chars_to"]
-        size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
-        writers[split].append(bytes=size, truncated=0, **windows)
-        if split in references:
-            for row, name, context, spans in zip(ids, chunk["id"], chunk["context"], answers, strict=True):
-                texts = [context[start:end] for start, end in spans]
-                record = {"id": int(row), "name": name, "context": context, "answers": texts}
-                references[split].write(json.dumps(record, ensure_ascii=False) + "\n")
-    for file in references.values():
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-    return {split: writer.close() for split, writer in writers.items()}
+    dtypes = {split: base if split == "train" else measured for split in SPLITS}
+    with contextlib.ExitStack() as stack:
+        writers = stack.enter_context(split_writers(folder, dtypes))
+        references = {
+            split: stack.enter_context((folder / f"{split}.references.jsonl").open("w", encoding="utf-8"))
+            for split in SPLITS[1:]
+        }
+        for part, split, rows, ids, chunk in split_chunks(dataset, show):
+            given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
+            answers = [_answers(part, row, context, found) for row, context, found in given]
+            windows = _windows(encoder, chunk, ids, answers)
+            if split in references:
+                _write_references(references[split], ids, chunk, answers)
+            else:
+                del windows["chars_from"], windows["chars_to"]
+            size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
+            writers[split].append(bytes=size, **windows)
+        for file in references.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {split: writer.close() for split, writer in writers.items()}
+
+
+def _write_references(
+    file: TextIO, ids: np.ndarray, chunk: dict[str, list[Any]], answers: list[list[tuple[int, int]]]
+) -> None:
+    for row, name, context, spans in zip(ids, chunk["id"], chunk["context"], answers, strict=True):
+        texts = [context[start:end] for start, end in spans]
+        record = {"id": int(row), "name": name, "context": context, "answers": texts}
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def _answers(part: Part, row: int, context: str, answers: Any) -> list[tuple[int, int]]:

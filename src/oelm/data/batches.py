@@ -4,8 +4,9 @@ The order of an epoch is a function of (seed, epoch). A global batch is the same
 number of processes; each process takes its share of every batch, so all of them make the same number of
 steps. Every item is in exactly one batch of an epoch. There is no small last batch: with `batch_size` the
 items are spread so that sizes differ by at most one (n items make ceil(n / batch_size) batches); with
-`batch_tokens` the last two batches share what is left. So every process has something in every step, and
-a batch too small for that is refused before the first one.
+`batch_tokens` the last two batches share what is left, and no batch has fewer than half as many items as
+would fit if all were longest. So every process has something in every step, and a plan that cannot promise
+that is refused by `check` before the first one.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from oelm.data.shuffle import permutation
 from oelm.errors import UserError
 
 Array = np.ndarray
-CHUNK = 64  # batches whose items are sorted by length together: enough for little padding, few for chance
+CHUNK = 64  # batches whose items are sorted by length together: enough for little padding
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,6 @@ class Epoch:
         `a * w + r` of `w * m`.
         """
         return self.batch(step)[part::parts]
-
-    def check(self, parts: int) -> None:
-        """Refuse batches that cannot give every part an item."""
-        smallest = int(np.diff(self.bounds).min())
-        if smallest < parts:
-            raise UserError(
-                f"a batch of {smallest} items cannot be shared by {parts} processes x accumulation steps; "
-                "use larger batches or fewer parts"
-            )
 
 
 @dataclass(frozen=True)
@@ -98,8 +90,8 @@ class Plan:
         return batches if self.seed is None else _shuffled(batches, self.seed, epoch)
 
     def _sort_chunks(self, order: Array, bounds: Array) -> Array:
-        """Sort by length within runs of CHUNK batches."""
-        run = np.repeat(np.arange(len(bounds) - 1) // CHUNK, np.diff(bounds))
+        """Sort by length within runs of batches."""
+        run = np.repeat(np.arange(len(bounds) - 1) // _run(len(bounds) - 1), np.diff(bounds))
         return order[np.lexsort((self.lengths[order], run))]
 
     def _by_tokens(self, order: Array) -> Epoch:
@@ -107,7 +99,8 @@ class Plan:
         mean = max(1.0, float(self.lengths.mean()))
         # Items in random order need no sorting, and in evaluation all are sorted already: one chunk.
         whole = self.packed or self.seed is None
-        size = len(order) if whole else max(1, int(CHUNK * budget / mean))
+        steps = int(self.lengths.sum()) // budget
+        size = len(order) if whole else max(1, int(_run(steps) * budget / mean))
         done: list[Array] = []
         cuts: list[int] = []  # lengths of batches
         rest = order[:0]
@@ -151,6 +144,19 @@ class Plan:
             last = min((end - start) // 2, budget // int(lengths[end - 1]))
         ends[-2] = min(ends[-2], end - last)
 
+    def check(self, parts: int) -> None:
+        """Refuse, before the first step, batches that might leave one of `parts` without an item."""
+        n = len(self.lengths)
+        if self.batch_size is not None:
+            sure = n // -(-n // self.batch_size)
+        else:
+            sure = min(n, max(1, (self.batch_tokens or 0) // (2 * int(self.lengths.max()))))
+        if sure < parts:
+            raise UserError(
+                f"a batch may hold only {sure} item{'s' * (sure > 1)}, too few for {parts} processes x "
+                "accumulation steps; use larger batches or fewer parts"
+            )
+
     def steps(self, epochs: int) -> int:
         """Steps of the first epochs together."""
         if self.batch_size is not None:
@@ -168,6 +174,12 @@ class Plan:
                 yield epoch, step, batches
             epoch, start = epoch + 1, 0
             batches = self.epoch(epoch)
+
+
+def _run(steps: int) -> int:
+    """How many batches are sorted together: a small set has four runs at least, or its batches would have
+    the same members in every epoch."""
+    return min(CHUNK, max(1, steps // 4))
 
 
 def _longest_run(lengths: Array, budget: int) -> int:

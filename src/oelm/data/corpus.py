@@ -14,7 +14,7 @@ from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
 from oelm.data.progress import progress
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.tokenizer import Encoder, boundary_id
-from oelm.data.writer import SplitWriter
+from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
 
 PIECE = 1 << 16  # characters tokenised as one string
@@ -110,17 +110,15 @@ def write_corpus(dataset: Dataset, tokenizer: Any, folder: Path, show: bool) -> 
     """One token file per split."""
     encoder = Encoder(tokenizer, max_length=1 << 30)
     boundary = boundary_id(tokenizer)
-    streams = {
-        split: _Stream(
-            SplitWriter(folder, split, {"tokens": encoder.dtype}), encoder, boundary, dataset.separate
-        )
-        for split in SPLITS
-    }
-    with progress(f"tokenising {dataset.name}", 0, "documents", show) as advance:
-        for split, text in documents(dataset):
-            streams[split].add(text)
-            advance(1)
-    splits = {split: stream.close() for split, stream in streams.items()}
+    with split_writers(folder, {split: {"tokens": encoder.dtype} for split in SPLITS}) as writers:
+        streams = {
+            split: _Stream(writer, encoder, boundary, dataset.separate) for split, writer in writers.items()
+        }
+        with progress(f"tokenising {dataset.name}", 0, "documents", show) as advance:
+            for split, text in documents(dataset):
+                streams[split].add(text)
+                advance(1)
+        splits = {split: stream.close() for split, stream in streams.items()}
     for split, meta in splits.items():
         if not meta["bytes"]:
             raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")

@@ -14,7 +14,7 @@ from oelm.data.files import Chunk
 from oelm.data.progress import progress
 from oelm.data.store import Store
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
-from oelm.data.writer import SplitWriter, cache_dir, cached_store
+from oelm.data.writer import cache_dir, cached_store, split_writers
 
 VERSION = 1  # of what the encoders write: part of every fingerprint
 
@@ -73,22 +73,23 @@ def write_classified(
     encoder = Encoder(tokenizer, max_length)
     pairs = "text_pair" in dataset.parts[0].columns
     dtypes = item_dtypes(encoder, dataset) | ({"second": np.uint32} if pairs and encoder.typed else {})
-    writers = {split: SplitWriter(folder, split, dtypes) for split in SPLITS}
     counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}
-    for part, split, rows, ids, chunk in split_chunks(dataset, show):
-        labels = part.labels[rows]
-        counts[split] += np.bincount(labels, minlength=len(counts[split]))
-        columns: dict[str, Any] = {"labels": labels, "ids": ids}
-        if pairs:
-            tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
-            columns |= {"second": second} if encoder.typed else {}
-        else:
-            tokens, lengths, cut = encoder.texts(chunk["text"])
-        size = sum(len(text.encode()) for role in ("text", "text_pair") for text in chunk.get(role, ()))
-        writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **columns)
-    return {
-        split: writer.close() | {"class_counts": counts[split].tolist()} for split, writer in writers.items()
-    }
+    with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
+        for part, split, rows, ids, chunk in split_chunks(dataset, show):
+            labels = part.labels[rows]
+            counts[split] += np.bincount(labels, minlength=len(counts[split]))
+            columns: dict[str, Any] = {"labels": labels, "ids": ids}
+            if pairs:
+                tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
+                columns |= {"second": second} if encoder.typed else {}
+            else:
+                tokens, lengths, cut = encoder.texts(chunk["text"])
+            size = sum(len(text.encode()) for role in ("text", "text_pair") for text in chunk.get(role, ()))
+            writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **columns)
+        return {
+            split: writer.close() | {"class_counts": counts[split].tolist()}
+            for split, writer in writers.items()
+        }
 
 
 def item_dtypes(encoder: Encoder, dataset: Dataset) -> dict[str, Any]:

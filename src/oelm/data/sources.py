@@ -218,7 +218,7 @@ def _label_user_parts(dataset: Dataset, column: str) -> None:
 def _check_class_sizes(dataset: Dataset, needed: int) -> None:
     part = dataset.parts[0]
     counts = np.bincount(part.labels[part.split != DROPPED], minlength=len(dataset.label_names))
-    for name, count in zip(dataset.label_names, counts, strict=True):
+    for name, count in zip(dataset.label_names, counts.tolist(), strict=True):
         if count < needed:
             raise UserError(
                 f"{part.source.name}: label {name!r} has {count} row{'s' * (count != 1)}; at least {needed} "

@@ -34,7 +34,7 @@ class Split:
         path = self.folder / f"{self.name}.{name}.npy"
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{path} is missing or damaged ({error}); prepare the data again") from None
 
     def has(self, name: str) -> bool:

@@ -79,6 +79,18 @@ class SplitWriter:
         return self.meta | {"longest": self.longest, "columns": sorted(self.columns)}
 
 
+@contextlib.contextmanager
+def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[dict[str, SplitWriter]]:
+    """A writer for each split; whatever happens, no file stays open."""
+    writers = {split: SplitWriter(folder, split, columns) for split, columns in dtypes.items()}
+    try:
+        yield writers
+    finally:
+        for writer in writers.values():
+            for column in writer.columns.values():
+                column.file.close()
+
+
 def cache_dir(folder: str | Path | None = None) -> Path:
     """Where prepared data is kept: the folder given, OELM_CACHE_DIR, or ~/.cache/oelm."""
     return Path(folder or os.environ.get("OELM_CACHE_DIR") or Path.home() / ".cache" / "oelm")
@@ -98,10 +110,10 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
         with _lock(final.with_suffix(".lock")):
             if not (final / MANIFEST).is_file():
                 _make_beside(final, fingerprint, make)
-    except PermissionError as error:
-        raise UserError(f"cannot write to the cache: {error.filename}; set OELM_CACHE_DIR") from None
     except OSError as error:
-        raise UserError(f"cannot write to the cache {root}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
+        ) from None
     return open_store(final)
 
 

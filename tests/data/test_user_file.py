@@ -1,0 +1,181 @@
+"""A user's own file: labels, splits, subsets, and every mistake named with its file and row."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oelm.data import load_file, prepare
+from oelm.errors import UserError
+from tests.data.made import labelled, parquet, write_csv, write_jsonl
+
+
+def _rows(path: Path, **options: Any) -> dict[str, set[int]]:
+    data = load_file(path, text="body", label="topic", **options)
+    codes = data.parts[0].split
+    return {
+        name: set(np.flatnonzero(codes == code).tolist())
+        for code, name in enumerate(("train", "val", "test"))
+    }
+
+
+def test_a_file_is_split_stratified_and_the_same_every_time(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv", rows=300, classes=("a", "b", "c"))
+    data = load_file(path, text="body", label="topic")
+    assert data.sizes() == {"train": 240, "validation": 30, "test": 30}
+    part = data.parts[0]
+    for code in range(3):
+        assert (
+            np.bincount(part.labels[part.split == code]).tolist()
+            == [data.sizes()["train"] // 3, 10, 10][code : code + 1] * 3
+        )
+    assert _rows(path) == _rows(path)
+    assert _rows(path) != _rows(path, split_seed=1)
+
+
+def test_train_size_takes_nested_subsets_and_leaves_the_other_splits_alone(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv", rows=300, classes=("a", "b", "c"))
+    small, large, full = _rows(path, train_size=30), _rows(path, train_size=100), _rows(path)
+    assert len(small["train"]) == 30
+    assert small["train"] < large["train"] < full["train"]
+    assert small["val"] == full["val"]
+    assert small["test"] == full["test"]
+
+
+def test_a_test_file_is_the_test_split(tmp_path: Path) -> None:
+    train, test = labelled(tmp_path / "a.csv", 100), labelled(tmp_path / "b.csv", 20, seed=1)
+    data = load_file(train, text="body", label="topic", test_file=test)
+    assert data.sizes() == {"train": 90, "validation": 10, "test": 20}
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["pos", " neg"], ["neg", "pos"]),
+        (["10", "9"], ["9", "10"]),
+        (["1.0", "0.0"], ["0", "1"]),
+        (["-1", "1"], ["-1", "1"]),
+        (["True", "False"], ["False", "True"]),
+    ],
+)
+def test_labels_of_a_csv_become_classes(tmp_path: Path, values: list[str], names: list[str]) -> None:
+    rows = [[f"text {i}", values[i % 2]] for i in range(40)]
+    assert load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows)).label_names == names
+
+
+@pytest.mark.parametrize(
+    ("values", "names"), [([1, 0], ["0", "1"]), ([True, False], ["False", "True"]), ([2.0, 0.0], ["0", "2"])]
+)
+def test_typed_labels_become_classes(tmp_path: Path, values: list[Any], names: list[str]) -> None:
+    texts, labels = [f"text {i}" for i in range(40)], [values[i % 2] for i in range(40)]
+    rows = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+    assert load_file(write_jsonl(tmp_path / "x.jsonl", rows)).label_names == names
+    assert load_file(parquet(tmp_path / "x.parquet", text=texts, label=labels)).label_names == names
+
+
+def test_the_store_holds_the_labels_of_the_rows(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv", 60, ("no", "yes"))
+    store = prepare(load_file(path, text="body", label="topic"), tokenizer="train:300")
+    lines = path.read_text().splitlines()[1:]
+    tokenizer = store.tokenizer()
+    seen = []
+    for split in store.splits.values():
+        for item, row in enumerate(split.ids):
+            text = tokenizer.decode(split.tokens[split.offsets[item] : split.offsets[item + 1]])
+            assert lines[row] == f"{text},{store.label_names[split.labels[item]]}"
+            seen.append(int(row))
+        assert split.meta["class_counts"] == np.bincount(split.labels).tolist()
+    assert sorted(seen) == list(range(60))
+
+
+def test_empty_texts_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [[f"text {i}" if i % 5 else " \n"[: i % 3], "ab"[i % 2]] for i in range(50)]
+    data = load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
+    assert data.dropped == {"empty texts": 10}
+    assert sum(data.sizes().values()) == 40
+    assert "10 rows dropped: empty texts" in data.warnings
+
+
+def test_texts_in_train_and_test_are_counted(tmp_path: Path) -> None:
+    train, test = labelled(tmp_path / "a.csv", 100), labelled(tmp_path / "b.csv", 20, seed=1)
+    lines = train.read_text().splitlines()
+    test.write_text(test.read_text() + "\n".join(lines[1:8]) + "\n")
+    data = load_file(train, text="body", label="topic", test_file=test)
+    assert data.duplicates["train/test"] + data.duplicates["validation/test"] == 7
+    assert any("stand in train too" in warning for warning in data.warnings)
+
+
+def _labels(values: list[Any]) -> list[dict[str, Any]]:
+    return [{"text": f"text {i}", "label": value} for i, value in enumerate(values)]
+
+
+REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    (_labels(["a"] * 20), r"holds only 'a'; a classifier needs at least two classes"),
+    (_labels([-1] * 20), r"holds only '-1'.*hidden labels in GLUE"),
+    (_labels(["a", "b"] * 10 + [None]), r"x.jsonl, row 21: the label is missing"),
+    (_labels([0, 1] * 10 + [float("nan")]), r"x.jsonl, row 21: the label is missing"),
+    (_labels(["a", "b", ""]), r"row 3: the label is missing"),
+    (_labels([0, 1, "1"]), r"row 3: .* holds a string here and a number in row 1; use one type"),
+    (_labels([[0, 1], [1]]), r"row 1: .*holds a list; multi-label tasks are not supported"),
+    (_labels(["['a', 'b']", "['a']"]), r"row 1: .*looks like a list; multi-label"),
+    (_labels([0.25, 0.5] * 10), r"row 1: label 0.25 .*regression is not supported"),
+    (_labels(list(range(500))), r"holds 500 different values in 500 rows; that looks like regression"),
+    (_labels(["a", "b"] * 10 + ["c"] * 2), r"label 'c' has 2 rows; at least 3 are needed"),
+    ([{"text": 5, "label": "a"}], r"row 1: column 'text' holds int '5' where text was expected"),
+    ([{"text": "\ud800", "label": "a"}], r"row 1: .*half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), REFUSED)
+def test_labels_and_texts_that_cannot_be_learned_are_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        load_file(write_jsonl(tmp_path / "x.jsonl", rows))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_without_rows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"x\.csv has no rows"):
+        load_file(write_csv(tmp_path / "x.csv", ["text", "label"], []))
+
+
+def test_a_label_that_only_the_test_file_has(tmp_path: Path) -> None:
+    train = labelled(tmp_path / "a.csv", 40)
+    test = write_csv(tmp_path / "b.csv", ["body", "topic"], [["x", "yes"], ["y", "maybe"]])
+    with pytest.raises(
+        UserError, match=r"b.csv, row 2: no training text has the label 'maybe'; known: no, yes"
+    ):
+        load_file(train, text="body", label="topic", test_file=test)
+
+
+def test_hidden_test_labels_are_refused_by_name(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", _labels([0, 1] * 20))
+    test = write_jsonl(tmp_path / "b.jsonl", _labels([-1] * 5))
+    with pytest.raises(UserError, match=r"b.jsonl, row 1: .*hidden labels, as in GLUE's test splits"):
+        load_file(train, test_file=test)
+
+
+def test_a_class_missing_from_the_test_file_is_a_warning(tmp_path: Path) -> None:
+    train = labelled(tmp_path / "a.csv", 40)
+    test = write_csv(tmp_path / "b.csv", ["body", "topic"], [["x", "yes"]])
+    data = load_file(train, text="body", label="topic", test_file=test)
+    assert "no text of the test split has the label no" in data.warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train_size": 1000}, "train_size 1000 does not fit x: it has 48 training rows in 2 classes"),
+        ({"train_size": 1}, "train_size 1 does not fit"),
+        ({"label": "topic,other"}, "multi-label tasks are not supported"),
+        ({"label": "body"}, "must be different columns"),
+        ({"text": "nothing"}, "has no column 'nothing'; it has: body, topic"),
+        ({"test_share": 0.7}, "between 0 and 0.5"),
+    ],
+)
+def test_options_that_do_not_fit_the_file(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    path = labelled(tmp_path / "x.csv", 60)
+    with pytest.raises(UserError, match=said):
+        load_file(path, **({"text": "body", "label": "topic"} | options))
