@@ -1,0 +1,1 @@
+"""Training: one function for every task, its metrics, references, checkpoints and record."""
