@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oelm import cli_data
+from oelm import cli_data, cli_experiments
 from oelm.errors import AuditError, UserError
 from oelm.version import __version__
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_data.app, name="data")
+app.command()(cli_experiments.experiments)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Studies: the catalogue of published experiments."""
