@@ -20,7 +20,7 @@ from oelm.data.batches import Epoch, Plan
 from oelm.data.catalogue import TASKS, Task, get_task
 from oelm.data.choice import Choice
 from oelm.data.dataset import Dataset
-from oelm.data.prepare import prepare
+from oelm.data.preparation import prepare
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import IGNORE, Split, Store, open_store
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from oelm.data.dataset import SPLITS, Dataset, Part
-from oelm.data.prepare import item_dtypes, split_chunks
+from oelm.data.preparation import item_dtypes, split_chunks
 from oelm.data.store import IGNORE, Split
 from oelm.data.tokenizer import Encoder
 from oelm.data.writer import split_writers

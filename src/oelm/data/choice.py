@@ -5,7 +5,7 @@ from pathlib import Path
 
 from oelm.data.catalogue import TASKS
 from oelm.data.dataset import Dataset
-from oelm.data.prepare import prepare
+from oelm.data.preparation import prepare
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError

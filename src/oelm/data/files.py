@@ -14,7 +14,7 @@ from typing import Any
 from oelm.errors import UserError
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
-CHUNK_ROWS = 512
+CHUNK_ROWS = 128
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 
@@ -61,13 +61,17 @@ class ParquetSource(FileSource):
         import pyarrow
         import pyarrow.parquet
 
+        pool = pyarrow.default_memory_pool()
         for path in self.paths:
             try:
                 # A buffer instead of whole column chunks: memory stays bounded for one huge row group.
-                with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20) as file:
+                with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
                     self._require(file.schema_arrow.names, columns)
                     for batch in file.iter_batches(CHUNK_ROWS, columns=columns, use_threads=False):
-                        yield batch.to_pydict()
+                        values = batch.to_pydict()
+                        del batch
+                        pool.release_unused()  # or the pool keeps several times what it needs
+                        yield values
             except (pyarrow.ArrowException, OSError) as error:
                 raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
 

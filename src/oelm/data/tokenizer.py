@@ -114,17 +114,16 @@ def boundary_id(tokenizer: Any) -> int:
 
 
 class Encoder:
-    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library)."""
+    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library).
+
+    Uses the tokenizer's own backend (a copy of GPT-2's takes 40 MB), and sets what a call of the tokenizer
+    itself would set anew.
+    """
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
-        from tokenizers import Tokenizer
-
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self.backend.no_padding()
-        self.backend.no_truncation()
+        self._backend = tokenizer.backend_tokenizer
         self.single, self.pair, self.typed = self._templates()
         self.has_pairs = bool(self.pair[1])
-        self.backend.encode_special_tokens = True
         if not self.has_pairs:
             self.pair = (self.pair[0], self.ids([JOINER])[0], self.pair[2])
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
@@ -135,7 +134,8 @@ class Encoder:
 
     def _templates(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int], list[int]], bool]:
         """What the tokenizer puts around a text and around and between two, read off an example."""
-        one, two = self.backend.encode("a"), self.backend.encode("a", "b")
+        backend = self._text_only()
+        one, two = backend.encode("a"), backend.encode("a", "b")
         text = [i for i, sequence in enumerate(one.sequence_ids) if sequence is not None]
         first = [i for i, sequence in enumerate(two.sequence_ids) if sequence == 0]
         second = [i for i, sequence in enumerate(two.sequence_ids) if sequence == 1]
@@ -143,9 +143,16 @@ class Encoder:
         pair = (two.ids[: first[0]], two.ids[first[-1] + 1 : second[0]], two.ids[second[-1] + 1 :])
         return single, pair, bool(pair[1]) and two.type_ids[second[0]] == 1
 
+    def _text_only(self) -> Any:
+        """The backend, set to read special tokens as text, to cut nothing and to pad nothing."""
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+        return self._backend
+
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Token numbers of each text, nothing added, nothing cut."""
-        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [e.ids for e in self._text_only().encode_batch_fast(texts, add_special_tokens=False)]
 
     def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
         """Flat tokens, lengths, and how many texts were cut at max_length."""
@@ -178,7 +185,7 @@ class Encoder:
         if self.ids(["a b"])[0] != self.ids(["a"])[0] + self.ids(["b"])[0]:
             # A word inside a sentence carries its space, as it would in running text.
             rows = [[*words[:1], *(" " + word for word in words[1:])] for words in rows]
-        encoded = self.backend.encode_batch(rows, is_pretokenized=True, add_special_tokens=False)
+        encoded = self._text_only().encode_batch(rows, is_pretokenized=True, add_special_tokens=False)
         tokens, firsts, cut = [], [], 0
         for encoding in encoded:
             words = np.array(encoding.word_ids[:room], dtype=np.int64)
@@ -193,7 +200,7 @@ class Encoder:
         """The second texts of pairs: tokens, and for each the characters (from, to) it came from."""
         shift = 0 if self.has_pairs else 1
         given = [" " + text for text in texts] if shift else texts
-        encoded = self.backend.encode_batch(given, add_special_tokens=False)
+        encoded = self._text_only().encode_batch(given, add_special_tokens=False)
         places = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
         return [(e.ids, np.maximum(at - shift, 0)) for e, at in zip(encoded, places, strict=True)]
 
