@@ -27,7 +27,7 @@ def test_one_flipped_bit_is_found(model):
         AuditError, match=r"1 problem\(s\):\n  transformer.h.1.attn.c_attn.q.weight: a frozen weight changed"
     ):
         oelm.audit(model, before)
-    with pytest.raises(AuditError, match="not the ones that were frozen"):
+    with pytest.raises(AuditError, match=r"h.1.attn.c_attn.q.weight: not the weight that was frozen"):
         oelm.audit(model)
 
 
@@ -54,6 +54,31 @@ def test_a_parameter_in_the_wrong_state_is_found(model):
             oelm.audit(model, reference)
         assert "c_attn.q.weight: the method freezes it, but it is trainable" in str(error.value)
         assert "wpe.weight: it should train, but it is frozen" in str(error.value)
+
+
+def test_a_weight_thawed_and_changed_is_both(model):
+    before = oelm.fingerprint(model)
+    q_of(model).requires_grad_(True).data.mul_(1.5)
+    with pytest.raises(AuditError) as error:
+        oelm.audit(model, before)
+    assert "the method freezes it, but it is trainable" in str(error.value)
+    assert "a frozen weight changed" in str(error.value)
+
+
+def test_frozen_feed_forward_blocks_are_checked_too():
+    model = build("bert")
+    oelm.convert(model, "oelm-ffn-only")
+    assert oelm.audit(model).orthonormal_heads == 6
+    weight = model.bert.encoder.layer[1].output.dense.weight
+    weight.data[:, 0] *= 1.01
+    with pytest.raises(AuditError, match=r"layer.1.output.dense: head 0 is off from orthonormal"):
+        oelm.audit(model)
+
+
+def test_a_plainly_loaded_model_is_told_the_way(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AuditError, match=r"oelm.refreeze mends that"):
+        oelm.audit(type(model).from_pretrained(tmp_path))
 
 
 def test_a_model_that_changed_its_parameters_is_found(model):
@@ -92,6 +117,7 @@ def test_wrapped_models_are_audited_as_what_they_wrap(model):
     compiled = torch.compile(model, backend="eager")
     assert oelm.fingerprint(compiled) == before
     oelm.audit(compiled, before)
+    assert oelm.fingerprint(torch.nn.DataParallel(model)) == before
 
 
 def test_an_ordinary_model_cannot_be_audited():

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -12,8 +13,8 @@ from transformers import (
 )
 
 import oelm
-from oelm.create import PRESETS, gpt_config
 from oelm.errors import UserError
+from oelm.gpt_config import PRESETS, gpt_config
 
 CLASSES = [
     oelm.OelmGPTForCausalLM,
@@ -216,6 +217,82 @@ def test_a_config_with_a_method_builds_a_converted_model():
     oelm.audit(again)
     assert not again.transformer.h[1].attn.k_proj.weight.requires_grad
     assert not AutoModel.from_config(model.config).h[1].attn.k_proj.weight.requires_grad
+
+
+def test_a_saved_config_builds_the_same_start(tmp_path):
+    model = oelm.create_oelm_classifier(3, 32, 2, 4, seed=3, vocab_size=50)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_transformers_names_for_the_sizes_work():
+    config = oelm.OelmGPTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    assert (config.d_model, config.num_layers, config.num_heads, config.d_ff) == (64, 2, 4, 256)
+    with pytest.raises(UserError, match="30 is not a multiple"):
+        oelm.OelmGPTConfig(hidden_size=30, num_attention_heads=4)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_trainer_accumulates_correctly(cls, tmp_path):
+    """16 texts at once and 4 x 4 give the same first loss and gradient in Hugging Face's Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.randint(0, 97, (8,))} for _ in range(16)]
+    for row in rows:
+        if cls is oelm.OelmGPTForQuestionAnswering:
+            row |= {"start_positions": torch.tensor(1), "end_positions": torch.tensor(2)}
+        else:
+            by_text = cls is oelm.OelmGPTForSequenceClassification
+            row["labels"] = torch.tensor(1) if by_text else torch.randint(0, 3, (8,))
+
+    def first_step(accumulate):
+        arguments = TrainingArguments(
+            tmp_path / str(accumulate), per_device_train_batch_size=16 // accumulate,
+            gradient_accumulation_steps=accumulate, max_steps=1, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(cls(tiny(num_labels=3)), arguments, train_dataset=rows)
+        trainer.train()
+        return [trainer.state.log_history[0][key] for key in ("loss", "grad_norm")]
+
+    assert first_step(4) == pytest.approx(first_step(1), rel=1e-3)
+
+
+def test_what_a_static_cache_would_get_wrong_is_refused():
+    model = loud(oelm.OelmGPTForCausalLM(tiny()))
+    ids = torch.randint(0, 97, (1, 5))
+    with pytest.raises(UserError, match="static cache is not supported"):
+        model.generate(ids, max_new_tokens=3, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(UserError, match="attention_mask must be"):
+        model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+
+
+def test_weights_changed_after_generating_are_used():
+    """The fused matrix is kept between calls without gradients; it must not outlive a change."""
+    model = loud(oelm.OelmGPTForCausalLM(tiny()))
+    ids = torch.randint(0, 97, (1, 5))
+    with torch.no_grad():
+        first = model(ids).logits
+        assert torch.equal(model(ids).logits, first)
+        model.transformer.h[0].attn.v_proj.weight.mul_(2)
+        changed = model(ids).logits
+    assert not torch.allclose(first, changed)
+    torch.testing.assert_close(model(ids).logits.detach(), changed)  # with gradients: not kept
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(ids).logits, model.double()(ids).logits.float(), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_an_answer_outside_the_window_does_not_count():
+    model = loud(oelm.OelmGPTForQuestionAnswering(tiny()))
+    ids = torch.randint(0, 97, (2, 7))
+    both = model(ids, start_positions=torch.tensor([1, 9]), end_positions=torch.tensor([3, -1])).loss
+    one = model(ids[:1], start_positions=torch.tensor([1]), end_positions=torch.tensor([3])).loss
+    torch.testing.assert_close(both, one, rtol=1e-4, atol=1e-5)
 
 
 def test_a_language_model_becomes_a_classifier(tmp_path):

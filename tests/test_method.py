@@ -48,6 +48,8 @@ def test_a_preset_can_be_overridden_field_by_field():
     assert method.start == PRESETS["oelm"].start
     assert method.freeze == {"q": ":-2", "k": ":-2"}
     assert method.init == "fresh"
+    assert method.name == "oelm (freeze=q::-2 k::-2, init=fresh)"
+    assert Method.from_dict(method.to_dict()) == method
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,10 @@ def test_a_preset_can_be_overridden_field_by_field():
         ({"freeze": {"q": "most"}}, "does not select layers"),
         ({"freeze": {"norms": "0,1"}}, "whole model or not at all"),
         ({"init": "old"}, "init 'old'"),
+        ({"freeze": {"q": "-:"}}, "does not select layers"),
+        ({"freeze": {"q": 0}}, "maps roles to words"),
+        ({"freeze": ["q"]}, "maps roles to words"),
+        ({"start": None}, "maps roles to words"),
         ({"gain": 0}, "positive number"),
         ({"gain": True}, "positive number"),
         ({"gain": "own"}, "positive number"),
@@ -90,6 +96,7 @@ def test_layers_by_number():
     assert select_layers("all", 3) == {0, 1, 2}
     assert select_layers("0,2,-1", 4) == {0, 2, 3}
     assert select_layers("7", 4) == set()
+    assert select_layers("0, 2", 4) == {0, 2}
 
 
 def test_a_method_is_a_value():

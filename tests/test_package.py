@@ -84,6 +84,14 @@ def test_the_command_line_does_not_wait_for_torch():
         assert not re.search(r"\|\s+(torch|transformers)$", done.stderr, re.M)
 
 
+def test_a_script_with_an_m_option_gets_the_whole_package(tmp_path):
+    (tmp_path / "train.py").write_text("import oelm; oelm.get_method('oelm')")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py"), "-m", "oelm"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_users_mistake_is_one_line_and_exit_code_2():
     for arguments in (["frobnicate"], ["--frobnicate"]):
         done = subprocess.run(

@@ -1,14 +1,22 @@
 """OELM Transformers: freeze orthogonal query and key projections, train the rest, compare fairly."""
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 from oelm.version import __version__
 
 
 def _is_command_line() -> bool:
-    return Path(sys.argv[0]).name in ("oelm", "oelm.exe") or ("-m", "oelm") in pairwise(sys.orig_argv)
+    """Whether this process is `oelm ...` or `python -m oelm ...`, the interpreter's own options aside."""
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "") == "oelm"
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-c" or not word.startswith("-"):
+            break
+    return Path(sys.argv[0]).name in ("oelm", "oelm.exe")
 
 
 # `oelm --help` must not wait seconds for torch, so the command line imports what a verb needs itself.
@@ -16,17 +24,17 @@ def _is_command_line() -> bool:
 if not _is_command_line():
     from oelm.audit import Audit, Fingerprint, audit, fingerprint
     from oelm.convert import ConversionReport, convert, load, refreeze, release
-    from oelm.create import create_oelm_classifier, gpt_config, to_gpt2
+    from oelm.create import create_oelm_classifier, to_gpt2
     from oelm.errors import AuditError, UserError
     from oelm.families import FAMILIES, Attention, Family
     from oelm.gpt import (
-        OelmGPTConfig,
         OelmGPTForCausalLM,
         OelmGPTForQuestionAnswering,
         OelmGPTForSequenceClassification,
         OelmGPTForTokenClassification,
         OelmGPTModel,
     )
+    from oelm.gpt_config import OelmGPTConfig, gpt_config
     from oelm.method import PRESETS, Method, get_method
 
     __all__ = [

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oelm.errors import AuditError, UserError
-from oelm.families import Site, block_gain, find_sites, frozen_names
+from oelm.families import block_gain, find_sites, frozen_names
 from oelm.method import HEAD_ROLES, Method
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, tolerance
 
@@ -39,7 +39,6 @@ class Audit:
     orthonormal_heads: int
     largest_deviation: float
     tolerance: float
-    problems: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,7 +48,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """Take it after `convert` and before training; hand it to `audit` afterwards."""
     model = unwrap(model)
     return Fingerprint(
-        frozen={name: _digest([(name, p)]) for name, p in model.named_parameters() if not p.requires_grad},
+        frozen={name: _digest(p) for name, p in model.named_parameters() if not p.requires_grad},
         trainable=tuple(name for name, p in model.named_parameters() if p.requires_grad),
     )
 
@@ -64,29 +63,25 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     model = unwrap(model)
     method = method_of(model)
     problems = [*_state_problems(model, method, before)]
-    if before is None:
-        problems += _digest_problems(model, method)
-    else:
-        now = fingerprint(model)
-        problems += [
-            f"{name}: a frozen weight changed"
-            for name, digest in before.frozen.items()
-            if now.frozen.get(name, digest) != digest
-        ]
+    problems += _digest_problems(model, method) if before is None else _changes(model, before)
     heads, largest, allowed = 0, 0.0, 0.0
-    for site, gain in orthonormal_sites(model, method):
-        found = deviation(site.weight, site.heads, gain)
-        limit = _allowed(site.weight)
+    for path, weight, blocks, gain in _orthonormal(model, method):
+        found = deviation(weight, blocks, gain)
+        limit = _allowed(weight)
         problems += [
-            f"{site.path}: head {head} is off from orthonormal by {value:.2g} (tolerance {limit:.2g})"
+            f"{path}: head {head} is off from orthonormal by {value:.2g} (tolerance {limit:.2g})"
             for head, value in enumerate(found)
             if not value <= limit  # NaN is a problem too
         ]
-        heads, largest, allowed = heads + site.heads, max(largest, float(found.max())), max(allowed, limit)
+        heads, largest, allowed = heads + blocks, max(largest, float(found.max())), max(allowed, limit)
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze mends that)"
         raise AuditError(
-            f"the audit found {len(problems)} problem(s):\n  " + "\n  ".join(problems[:20]) + more
+            f"the audit found {len(problems)} problem(s):\n  "
+            + "\n  ".join(problems[:20])
+            + more
+            + (hint if before is None and any("the method freezes it" in p for p in problems) else "")
         )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     return Audit(
@@ -103,7 +98,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP and torch.compile."""
     while True:
         inner = model._modules.get("_orig_mod")
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = model.module
         if inner is None:
             return model
@@ -143,38 +138,59 @@ def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None
         yield from (f"{name}: it is gone" for name in sorted(known - present))
 
 
-def orthonormal_sites(model: nn.Module, method: Method) -> Iterable[tuple[Site, float]]:
-    """The frozen projections whose blocks must be orthonormal, each with its gain."""
+def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
+    for name, parameter in model.named_parameters():
+        if name in before.frozen and _digest(parameter) != before.frozen[name]:
+            yield f"{name}: a frozen weight changed"
+
+
+def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, float]]:
+    """(path, weight, blocks in it, gain) of the frozen projections that must be orthonormal."""
     wanted = frozen_names(model, method)
     for site in find_sites(model):
         kind = method.start.get(site.role)
-        if (
-            site.role in HEAD_ROLES
-            and kind in (*ORTHONORMAL_KINDS, "polar")
-            and f"{site.path}.weight" in wanted
-        ):
-            yield site, block_gain(site, method)
+        if kind not in (*ORTHONORMAL_KINDS, "polar") or f"{site.path}.weight" not in wanted:
+            continue
+        weight = _full(site.weight)
+        if site.role in HEAD_ROLES:
+            yield site.path, weight, site.heads, block_gain(site, method)
+        else:  # one block, orthonormal along its smaller side
+            yield site.path, weight if weight.shape[0] <= weight.shape[1] else weight.t(), 1, 1.0
 
 
-def frozen_digest(model: nn.Module, method: Method) -> dict[str, str]:
-    """One digest of all that the method freezes, for each dtype a checkpoint may be loaded in."""
-    tensors = _frozen(model, method)
-    dtypes = {tensor.dtype for _, tensor in tensors} | {torch.bfloat16, torch.float16}
-    return {str(dtype).removeprefix("torch."): _digest(tensors, dtype) for dtype in sorted(dtypes, key=str)}
+def frozen_digest(model: nn.Module, method: Method) -> dict[str, dict[str, str]]:
+    """For every tensor the method freezes its digest, in each dtype a checkpoint may be loaded in."""
+    found = {}
+    for name, tensor in _frozen(model, method):
+        dtypes = dict.fromkeys((tensor.dtype, torch.float32, torch.bfloat16, torch.float16))
+        found[name] = {_name(dtype): _digest(tensor, dtype) for dtype in dtypes}
+    return found
 
 
 def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
-    """Compare with the digest in the config, in a dtype that holds the weights as they are.
+    """Compare with the digests in the config, in a dtype that holds the weights as they are.
 
     A model loaded narrower than it was saved matches the digest of that dtype. One loaded wider
-    holds values that fit the narrower dtype exactly: then the narrower digest must match.
+    holds values that fit the narrower dtype exactly: then the narrower digest must match. A tensor
+    without a digest belongs to another task's head.
     """
-    tensors = _frozen(model, method)
-    for name, recorded in record_of(model)["digest"].items():
-        dtype = getattr(torch, name)
-        if all(_fits(tensor, dtype) for _, tensor in tensors) and _digest(tensors, dtype) == recorded:
-            return
-    yield "frozen weights: they are not the ones that were frozen (their digest differs from config.oelm)"
+    recorded = record_of(model)["digest"]
+    for name, tensor in _frozen(model, method):
+        digests = recorded.get(name, {})
+        if digests and not any(
+            _fits(tensor, getattr(torch, dtype)) and _digest(tensor, getattr(torch, dtype)) == digest
+            for dtype, digest in digests.items()
+        ):
+            yield f"{name}: not the weight that was frozen (its digest differs from config.oelm)"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """All of a tensor; a shard is gathered, so every process must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -189,17 +205,14 @@ def _allowed(weight: Tensor) -> float:
 
 
 def _frozen(model: nn.Module, method: Method) -> list[tuple[str, Tensor]]:
+    """What the method freezes, under names that do not depend on the task's head."""
     wanted = frozen_names(model, method)
     prefix = getattr(model, "base_model_prefix", "") + "."
-    found = [(n.removeprefix(prefix), p.detach()) for n, p in model.named_parameters() if n in wanted]
-    return sorted(found, key=lambda item: item[0])
+    return [(n.removeprefix(prefix), _full(p.detach())) for n, p in model.named_parameters() if n in wanted]
 
 
-def _digest(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
-    sha = hashlib.sha256()
-    for name, tensor in tensors:
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # an FSDP2 shard
-        full = full.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        sha.update(f"{name} {tuple(full.shape)} {full.dtype}".encode())
-        sha.update(full.view(torch.uint8).numpy().data)
-    return sha.hexdigest()
+def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    full = _full(tensor.detach()).to("cpu", dtype or tensor.dtype).contiguous()
+    digest = hashlib.blake2b(f"{tuple(full.shape)} {full.dtype}".encode(), digest_size=16)
+    digest.update(full.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -197,9 +197,7 @@ def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunC
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from its own `to_dict`, without pydantic: for a process that was handed one."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
-    return RunConfig(
-        **{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()}  # type: ignore[operator]
-    )
+    return RunConfig(**{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()})
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,35 @@
 """Apply a Method to a model in place. The model keeps its class and works with any trainer."""
 
+import copy
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from oelm.audit import audit, frozen_digest, method_of
+from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.errors import UserError
-from oelm.families import Site, block_gain, find_sites, frozen_names, whole_model_roles
+from oelm.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.fused import SplitQKV
+from oelm.gpt_config import OelmGPTConfig
 from oelm.method import HEAD_ROLES, Method, get_method, select_layers
-from oelm.orthogonal import draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
 from oelm.version import __version__
 
-REFERENCE_GPT = "oelm-gpt"
+HUB_ARGUMENTS = (
+    "subfolder",
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+)
 
 
 @dataclass(frozen=True)
@@ -84,26 +96,43 @@ def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0
     """
     method = get_method(method)
     _refuse_unfit(model)
+    own_config = copy.deepcopy(model.config)
+    report = apply_method(model, method, seed, _resolve_init(model, method))
+    # Two models may share one config object; what was done to one must not stand in the other's.
+    shared, own_config.oelm = model.config, model.config.oelm
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own_config  # type: ignore[assignment]
+    del shared.oelm
+    return report
+
+
+def apply_method(model: PreTrainedModel, method: Method, seed: int, init: str) -> ConversionReport:
+    """What `convert` does, on the model's own config and with "fresh" or "own" decided."""
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise UserError(f"seed must be a whole number, not {seed!r}") from None
     sites = find_sites(model)
     _refuse_unfit_weights(sites)
-    init = _resolve_init(model, method)
+    _refuse_empty_selections(sites, method)
     new = [
         (site, kind, _new_weight(site, kind, init, method, seed))
         for site in sites
         if (kind := method.start.get(site.role)) is not None
     ]
-    already_frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     # From here on nothing can fail: the model is changed.
     for site, kind, weight in new:
         site.write(weight)
         if _is_drawn(kind, init):
             site.zero_bias()  # a bias belongs to the weight it was trained with
-    _freeze(model, method)
+    wanted = _freeze(model, method)
     model.config.oelm = {
         "method": method.to_dict(),
         "seed": seed,
         "init": init,
-        "already_frozen": already_frozen,  # by the architecture or the user, not by the method
+        # by the architecture or the user, not by the method:
+        "already_frozen": [n for n, p in model.named_parameters() if not p.requires_grad and n not in wanted],
         "version": __version__,
         "digest": frozen_digest(model, method),
     }
@@ -118,6 +147,10 @@ def refreeze(model: PreTrainedModel) -> PreTrainedModel:
     """
     method = method_of(model)
     _freeze(model, method)
+    already = set(record_of(model)["already_frozen"])
+    for name, parameter in model.named_parameters():
+        if name in already:
+            parameter.requires_grad_(False)
     audit(model)
     return model
 
@@ -128,7 +161,11 @@ def load(path: str, **kwargs: Any) -> PreTrainedModel:
 
     import oelm.gpt
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, **hub)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a model that can be loaded: {str(error).splitlines()[0]}") from None
     if not getattr(config, "oelm", None):
         raise UserError(f"{path} was not converted by oelm: its config.json has no 'oelm' entry")
     name = (config.architectures or [""])[0]
@@ -137,23 +174,26 @@ def load(path: str, **kwargs: Any) -> PreTrainedModel:
         raise UserError(
             f"{path}: config.json names the architecture {name!r}, which transformers does not know"
         )
-    return refreeze(cls.from_pretrained(path, **kwargs))
+    loaded = cls.from_pretrained(path, **kwargs)
+    refreeze(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
 
 
 def release(model: PreTrainedModel) -> PreTrainedModel:
     """Turn a converted model back into an ordinary one: everything trains, fused matrices are fused again."""
-    method_of(model)
+    already = set(record_of(model)["already_frozen"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in already)
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
             _replace(model, path, module.to_fused())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in model.config.oelm["already_frozen"])
     del model.config.oelm
     return model
 
 
 def _refuse_unfit(model: PreTrainedModel) -> None:
-    record = getattr(getattr(model, "config", None), "oelm", None)
+    family_of(model)
+    record = getattr(model.config, "oelm", None)
     if record:
         raise UserError(
             f"this model is already converted (method {record['method']['name']}, seed {record['seed']}); "
@@ -161,10 +201,7 @@ def _refuse_unfit(model: PreTrainedModel) -> None:
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise UserError("this model is quantised: convert the full-precision model, then quantise it")
-    if (
-        getattr(getattr(model, "config", None), "add_cross_attention", False)
-        and model.config.model_type == "gpt2"
-    ):
+    if getattr(model.config, "add_cross_attention", False) and model.config.model_type == "gpt2":
         raise UserError("GPT-2 with cross-attention is not supported: its cross-attention fuses K and V only")
 
 
@@ -189,10 +226,18 @@ def _refuse_unfit_weights(sites: list[Site]) -> None:
             )
 
 
+def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
+    """A selection of layers that the model does not have freezes nothing: a mistake, not a wish."""
+    for role, layers in method.freeze.items():
+        stacks = {site.num_layers for site in sites if site.role == role}
+        if stacks and not any(select_layers(layers, n) for n in stacks):
+            raise UserError(f"freeze {role} = {layers!r} selects none of the model's {max(stacks)} layers")
+
+
 def _resolve_init(model: PreTrainedModel, method: Method) -> str:
     if method.init != "auto":
         return method.init
-    from_scratch = model.config.model_type == REFERENCE_GPT and not model.config.name_or_path
+    from_scratch = model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
     return "fresh" if from_scratch else "own"
 
 
@@ -208,10 +253,13 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
     else:  # one block for the whole matrix, its smaller side orthonormal
         transposed = out > in_
         blocks = to_blocks(weight.t() if transposed else weight, 1)
+    check_shape(blocks.shape[1], blocks.shape[0], blocks.shape[2])
     if _is_drawn(kind, init):
         heads, d_model, head_dim = blocks.shape
         blocks = draw_blocks(kind, d_model, heads, head_dim, seed=seed, name=site.name)
     else:
+        if not np.isfinite(blocks).all():
+            raise UserError(f"{site.path} holds values that are not finite: no factor of it can be taken")
         blocks = polar_factor(blocks) if kind == "polar" else q_factor(blocks)
     if site.role in HEAD_ROLES and kind != "normal":
         blocks = blocks * block_gain(site, method)
@@ -219,8 +267,8 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
     return (new.t() if transposed else new).to(weight.device, weight.dtype)
 
 
-def _freeze(model: PreTrainedModel, method: Method) -> None:
-    """Freeze what the method says, splitting a fused matrix where only a part of it is frozen."""
+def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
+    """Freeze what the method says, splitting fused matrices of which a part is frozen; return the names."""
     for site in find_sites(model):
         layers = method.freeze.get(site.role)
         if site.part is not None and layers and site.layer in select_layers(layers, site.num_layers):
@@ -231,6 +279,7 @@ def _freeze(model: PreTrainedModel, method: Method) -> None:
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(False)
+    return wanted
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Around the reference GPT: its named sizes, the reports' own call, and the way out to a vanilla GPT-2."""
+"""Around the reference GPT: the reports' own call, and the way out to a vanilla GPT-2."""
 
 from typing import Any
 
@@ -8,36 +8,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from oelm.convert import convert
 from oelm.errors import UserError
-from oelm.gpt import OelmGPTConfig, OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.gpt_config import OelmGPTConfig
 from oelm.method import Method
-
-# Named sizes: (layers, d_model, heads, positions).
-_SIZES = {
-    "gpt-tiny": (2, 128, 4, 512),
-    "gpt-small": (4, 256, 4, 512),
-    "gpt-medium-512": (6, 512, 8, 512),
-    "gpt-large": (8, 768, 12, 512),
-    "gpt2-small": (12, 768, 12, 1024),
-    "gpt2-medium": (24, 1024, 16, 1024),
-    "gpt2-large": (36, 1280, 20, 1024),
-    "gpt2-xl": (48, 1600, 25, 1024),
-}
-PRESETS = tuple(_SIZES)
-
-
-def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
-    """The configuration of a named size; keyword arguments override its fields."""
-    if preset not in _SIZES:
-        raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
-    layers, d_model, heads, positions = _SIZES[preset]
-    fields = {
-        "num_layers": layers,
-        "d_model": d_model,
-        "num_heads": heads,
-        "max_position_embeddings": positions,
-    }
-    return OelmGPTConfig(**{**fields, **overrides})
-
 
 # The reports' two switches, init_method and freeze_qk, as presets.
 _REPORTED = {
@@ -75,6 +48,8 @@ def create_oelm_classifier(
     `method` (any preset or Method) overrides `freeze_qk` and `init_method`; other keywords are fields
     of `OelmGPTConfig`.
     """
+    if num_classes < 1:
+        raise UserError(f"num_classes must be at least 1, not {num_classes}")
     fields = {
         "num_labels": num_classes,
         "d_model": d_model,
@@ -94,9 +69,9 @@ def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
 
     Learned positions only: GPT-2 knows no rotary ones. The copy is an ordinary, trainable model.
     """
-    config = model.config
-    if not isinstance(model, OelmGPTForCausalLM) or config.positions != "learned":
+    if not isinstance(model, OelmGPTForCausalLM) or model.config.positions != "learned":
         raise UserError("only a causal reference GPT with learned positions is a GPT-2")
+    config = model.config
     target = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size,
@@ -118,7 +93,7 @@ def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
     )
     nn.Module.to(target, model.dtype)
     result = target.load_state_dict(_gpt2_state(model), strict=False)
-    assert not result.unexpected_keys, result
+    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}, result
     return target.eval()
 
 

@@ -7,3 +7,11 @@ class UserError(ValueError):
 
 class AuditError(RuntimeError):
     """A frozen weight moved, lost its orthonormality, or a parameter is not as its method says."""
+
+
+class RunError(RuntimeError):
+    """A run cannot go on: no space, numbers that are not finite, nothing learned. What was saved stays."""
+
+
+class Interrupted(Exception):
+    """A run was told to stop, and saved what it had: started again, it goes on from there."""

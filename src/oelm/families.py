@@ -194,9 +194,9 @@ class Site:
 def family_of(model: nn.Module) -> Family:
     """The table's row for a model, or an error that says which rows there are and how to add one."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
+    if model_type is None or isinstance(model, nn.DataParallel) or "_orig_mod" in model._modules:
         raise UserError(
-            f"{type(model).__name__} is not a Hugging Face model; "
+            f"{type(model).__name__} is not a plain Hugging Face model; "
             "if it is wrapped (DDP, torch.compile, PEFT), convert it before wrapping"
         )
     if model_type not in FAMILIES:
@@ -244,6 +244,10 @@ def _attention_sites(
         heads = getattr(config, attention.heads)
         if role in ("k", "v") and attention.kv_heads:
             heads = getattr(config, attention.kv_heads) or heads
+            if fused and heads != getattr(config, attention.heads):
+                raise UserError(
+                    f"{found[0][1]} fuses queries with fewer key heads, which the table cannot describe"
+                )
         for layer, key in found:
             projection, module = modules[key]
             path, name, part = projection, f"{key}.weight", None

@@ -75,8 +75,39 @@ class _PackedProduct(torch.autograd.Function):
         return (grad_x, None, None, None, *grads)
 
 
-def packed_linear(x: Tensor, parts: Sequence[nn.Linear], heads: int, layout: str = "concat") -> Tensor:
+class FusedWeights:
+    """The fused weight and bias, kept while no gradient is wanted and no part changes.
+
+    Without this, generating a text would put the matrices together again for every token.
+    """
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.value: tuple[Tensor, Tensor | None] | None = None
+
+    def get(self, parts: Sequence[nn.Linear], heads: int, layout: str) -> tuple[Tensor, Tensor | None]:
+        tensors = [t for part in parts for t in (part.weight, part.bias) if t is not None]
+        key = [(t.data_ptr(), t._version, t.dtype) for t in tensors]
+        if self.value is None or key != self.key:
+            biases = [part.bias for part in parts]
+            bias = None if biases[0] is None else fuse(biases, heads, layout)
+            self.key, self.value = key, (fuse([part.weight for part in parts], heads, layout), bias)
+        return self.value
+
+    def __deepcopy__(self, memo: Any) -> "FusedWeights":
+        return FusedWeights()
+
+
+def packed_linear(
+    x: Tensor,
+    parts: Sequence[nn.Linear],
+    heads: int,
+    layout: str = "concat",
+    kept: FusedWeights | None = None,
+) -> Tensor:
     """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
+    if kept is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return F.linear(x, *kept.get(parts, heads, layout))
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]
@@ -102,15 +133,14 @@ class SplitQKV(nn.Module):
 
     def __init__(self, fused: nn.Linear | Conv1D, heads: int, layout: str) -> None:
         super().__init__()
-        self.heads, self.layout = heads, layout
+        self.heads, self.layout, self.kept = heads, layout, FusedWeights()
         self.transposed = isinstance(fused, Conv1D)
         weight, bias = as_linear(fused), fused.bias
         for index, name in enumerate(PARTS):
             part = nn.Linear(weight.shape[1], weight.shape[0] // 3, bias=bias is not None, device="meta")
-            trains = fused.weight.requires_grad
-            part.weight = nn.Parameter(_contiguous_part(weight, index, heads, layout), requires_grad=trains)
+            part.weight = nn.Parameter(_contiguous_part(weight, index, heads, layout), weight.requires_grad)
             if bias is not None:
-                part.bias = nn.Parameter(_contiguous_part(bias, index, heads, layout), requires_grad=trains)
+                part.bias = nn.Parameter(_contiguous_part(bias, index, heads, layout), bias.requires_grad)
             self.add_module(name, part)
         self.register_state_dict_post_hook(_save_fused)
         self.register_load_state_dict_pre_hook(_load_fused)
@@ -119,21 +149,29 @@ class SplitQKV(nn.Module):
     def parts(self) -> list[nn.Linear]:
         return [getattr(self, name) for name in PARTS]
 
+    # What others expect of the module that stood here, as torch.distributed.checkpoint does; to be read only.
+    @property
+    def weight(self) -> Tensor:
+        weight = fuse([part.weight for part in self.parts], self.heads, self.layout)
+        return weight.t().contiguous() if self.transposed else weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [part.bias for part in self.parts]
+        return None if biases[0] is None else fuse(biases, self.heads, self.layout)
+
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.parts, self.heads, self.layout)
+        return packed_linear(x, self.parts, self.heads, self.layout, self.kept)
 
     def to_fused(self) -> nn.Linear | Conv1D:
         """The module this one replaced, with the weights as they are now."""
-        weight = fuse([part.weight.detach() for part in self.parts], self.heads, self.layout)
-        out, in_ = weight.shape
-        has_bias = self.parts[0].bias is not None
+        weight, bias = self.weight.detach(), self.bias
+        out, in_ = reversed(weight.shape) if self.transposed else weight.shape
         fused: nn.Linear | Conv1D
-        fused = Conv1D(out, in_) if self.transposed else nn.Linear(in_, out, bias=has_bias)
-        fused.weight = nn.Parameter(weight.t().contiguous() if self.transposed else weight)
-        if has_bias:
-            fused.bias = nn.Parameter(
-                fuse([part.bias.detach() for part in self.parts], self.heads, self.layout)
-            )
+        fused = Conv1D(out, in_) if self.transposed else nn.Linear(in_, out, bias=bias is not None)
+        fused.weight = nn.Parameter(weight, any(part.weight.requires_grad for part in self.parts))
+        if bias is not None:
+            fused.bias = nn.Parameter(bias.detach(), any(part.bias.requires_grad for part in self.parts))
         return fused
 
 

@@ -27,7 +27,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GenerationMixin,
-    PreTrainedConfig,
     PreTrainedModel,
     initialization,
 )
@@ -41,62 +40,18 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from oelm.convert import REFERENCE_GPT, convert, refreeze
+from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
-from oelm.fused import packed_linear
+from oelm.fused import FusedWeights, packed_linear
+from oelm.gpt_config import OelmGPTConfig
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
-
-
-class OelmGPTConfig(PreTrainedConfig):
-    """`oelm` holds the method a model was converted with, `init_seed` where its weights start."""
-
-    model_type = REFERENCE_GPT
-    keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "d_ff",
-    }
-
-    vocab_size: int = 50257
-    max_position_embeddings: int = 512
-    d_model: int = 512
-    num_layers: int = 6
-    num_heads: int = 8
-    d_ff: int = 0  # 0: 4 * d_model
-    positions: str = "learned"  # or "rotary"
-    rope_theta: float = 10000.0
-    dropout: float = 0.0  # embeddings, residual branches, task head
-    attention_dropout: float = 0.0
-    layer_norm_eps: float = 1e-5
-    pooling: str = "last"  # the last valid token goes to the classifier; or "mean"
-    init_seed: int = 0
-    use_cache: bool = True
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    oelm: dict[str, Any] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.d_ff = self.d_ff or 4 * self.d_model
-        if self.d_model % self.num_heads:
-            raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
-        if self.positions not in ("learned", "rotary"):
-            raise UserError(f"positions must be 'learned' or 'rotary', not {self.positions!r}")
-        if self.positions == "rotary" and self.d_model // self.num_heads % 2:
-            raise UserError(f"rotary positions need an even head size, not {self.d_model // self.num_heads}")
-        if self.pooling not in ("last", "mean"):
-            raise UserError(f"pooling must be 'last' or 'mean', not {self.pooling!r}")
-        super().__post_init__(**kwargs)
 
 
 class SelfAttention(nn.Module):
     def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
         super().__init__()
-        self.num_heads, self.layer_idx = config.num_heads, layer_idx
+        self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
         self.attention_dropout = config.attention_dropout
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -107,7 +62,8 @@ class SelfAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
     ) -> Tensor:
         # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
-        qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads)  # (B, T, 3C)
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        qkv = packed_linear(x, parts, self.num_heads, kept=self.kept)  # (B, T, 3C)
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
         )  # (B, H, T, D)
@@ -228,8 +184,8 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         # A config that names a method is honoured when a model is built from it. While `from_pretrained`
         # builds one on the meta device there is nothing to convert yet; it refreezes after loading.
         if config.oelm and not self.wte.weight.is_meta:
-            record, config.oelm = config.oelm, None
-            convert(self, Method.from_dict(record["method"]), seed=record["seed"])
+            record = config.oelm
+            apply_method(self, Method.from_dict(record["method"]), record["seed"], record["init"])
 
     def forward(
         self,
@@ -244,6 +200,10 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         length, device = x.shape[1], x.device
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
+        if getattr(past_key_values, "is_compileable", False):
+            raise UserError("a static cache is not supported; leave cache_implementation at its default")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = length + (past_key_values.get_seq_length() if past_key_values is not None else 0)
@@ -322,6 +282,8 @@ def cross_entropy(logits: Tensor, labels: Tensor | None) -> Any:
 class _Bidirectional(OelmGPTPreTrainedModel):
     """What the models that read a whole text share: attention in both directions, dropout, a linear head."""
 
+    accepts_loss_kwargs = False  # Hugging Face's Trainer must divide by its accumulation steps itself
+
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__(config)
         self.transformer = OelmGPTModel(config)
@@ -343,8 +305,8 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         x = out.last_hidden_state
         valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
         if self.config.pooling == "mean":
-            weight = valid.to(x.dtype)[..., None]
-            pooled = (x * weight).sum(1) / weight.sum(1)
+            weight = valid.float()[..., None]
+            pooled = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
         else:
             position = torch.arange(x.shape[1], device=x.device)
             last = (valid.long() * position).argmax(1)  # right of it there is only padding
@@ -390,13 +352,17 @@ class OelmGPTForQuestionAnswering(_Bidirectional):
         start, end = self.classifier(self.dropout(out.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (cross_entropy(start, start_positions) + cross_entropy(end, end_positions)) / 2
+            # An answer outside this window of its document does not count.
+            places = [
+                p.where((p >= 0) & (p < start.shape[1]), -100) for p in (start_positions, end_positions)
+            ]
+            loss = (cross_entropy(start, places[0]) + cross_entropy(end, places[1])) / 2
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
         )
 
 
-AutoConfig.register(REFERENCE_GPT, OelmGPTConfig)
+AutoConfig.register(OelmGPTConfig.model_type, OelmGPTConfig)
 AutoModel.register(OelmGPTConfig, OelmGPTModel)
 AutoModelForCausalLM.register(OelmGPTConfig, OelmGPTForCausalLM)
 AutoModelForSequenceClassification.register(OelmGPTConfig, OelmGPTForSequenceClassification)

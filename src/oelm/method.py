@@ -40,6 +40,10 @@ class Method:
     freeze: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("start", "freeze"):
+            table = getattr(self, name)
+            if not isinstance(table, Mapping) or not all(isinstance(v, str) for v in table.values()):
+                raise UserError(f"{name} maps roles to words, for example {{'q': 'all'}}, but is {table!r}")
         for role, kind in self.start.items():
             _known(role, START_ROLES, "role that can be initialised")
             _known(kind, (*KINDS, *OWN_KINDS), "kind of block")
@@ -70,13 +74,20 @@ class Method:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Method":
-        """A Method from its JSON form. With a preset's name, the other keys override that preset."""
+        """A Method from its JSON form. With a preset's name, the other keys override that preset, and the
+        name says so: a table must not call something `oelm` that is not."""
         for key in values:
             _known(key, tuple(f.name for f in fields(cls)), "field of a method")
+        rest = {key: value for key, value in values.items() if key != "name"}
         name = values.get("name", "custom")
-        if name == "custom":
+        if rest and not _is_preset(name):
             return cls(**values)
-        return replace(get_method(name), **{k: v for k, v in values.items() if k != "name"})
+        preset = get_method(name)
+        changes = {key: value for key, value in rest.items() if value != getattr(preset, key)}
+        if not changes:
+            return preset
+        words = ", ".join(f"{key}={_brief(value)}" for key, value in changes.items())
+        return replace(preset, name=f"{preset.name} ({words})", **changes)
 
 
 def _known(value: Any, known: tuple[str, ...], what: str) -> None:
@@ -89,7 +100,8 @@ def select_layers(selection: str, num_layers: int) -> set[int]:
     every = range(num_layers)
     if selection == "all":
         return set(every)
-    if re.fullmatch(r"-?\d*:-?\d*", selection) and selection != ":":
+    selection = selection.replace(" ", "")
+    if re.fullmatch(r"(-?\d+)?:(-?\d+)?", selection) and selection != ":":
         start, stop = (int(part) if part else None for part in selection.split(":"))
         return set(every[start:stop])
     if re.fullmatch(r"-?\d+(,-?\d+)*", selection):
@@ -137,12 +149,24 @@ ALIASES = {
 }
 
 
+def _canonical(name: str) -> str:
+    name = re.sub(r"[_\s]+", "-", str(name).strip().lower())
+    return ALIASES.get(name, name)
+
+
+def _is_preset(name: str) -> bool:
+    return _canonical(name) in PRESETS
+
+
+def _brief(value: Any) -> str:
+    return " ".join(f"{k}:{v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
 def get_method(method: "str | Method") -> Method:
     """A preset by its name or by a name the reports use; a Method is returned as it is."""
     if isinstance(method, Method):
         return method
-    name = re.sub(r"[_\s]+", "-", str(method).strip().lower())
-    name = ALIASES.get(name, name)
+    name = _canonical(method)
     if name not in PRESETS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(PRESETS)}; also {', '.join(ALIASES)}")
     return PRESETS[name]

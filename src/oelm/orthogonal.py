@@ -46,7 +46,7 @@ def draw_blocks(kind: str, d_model: int, num_heads: int, head_dim: int, *, seed:
 
     For grouped-query attention call it once per projection with that projection's number of heads.
     """
-    _check_shape(d_model, num_heads, head_dim)
+    check_shape(d_model, num_heads, head_dim)
     if kind == "global":
         if num_heads * head_dim > d_model:
             raise UserError(
@@ -61,7 +61,8 @@ def draw_blocks(kind: str, d_model: int, num_heads: int, head_dim: int, *, seed:
     return np.stack([draw(generator(seed, name, h, kind), d_model, head_dim) for h in range(num_heads)])
 
 
-def _check_shape(d_model: int, num_heads: int, head_dim: int) -> None:
+def check_shape(d_model: int, num_heads: int, head_dim: int) -> None:
+    """Refuse sizes for which no orthonormal block exists."""
     if min(d_model, num_heads, head_dim) < 1:
         raise UserError(f"sizes must be positive: d_model {d_model}, heads {num_heads}, head_dim {head_dim}")
     if head_dim > d_model:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from oelm.create import gpt_config
+from oelm.gpt_config import gpt_config
 from oelm.data.catalogue import LM, TASKS
 from oelm.errors import UserError
 from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification

@@ -1,0 +1,120 @@
+"""From a configuration to a model that fits its data: built or loaded, checked, converted."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+import oelm.gpt as gpt
+from oelm.config import RunConfig
+from oelm.convert import ConversionReport, convert
+from oelm.data import Store
+from oelm.errors import UserError
+from oelm.gpt_config import PRESETS, OelmGPTConfig, gpt_config
+from oelm.method import Method
+
+_REFERENCE = {
+    "AutoModelForSequenceClassification": gpt.OelmGPTForSequenceClassification,
+    "AutoModelForCausalLM": gpt.OelmGPTForCausalLM,
+    "AutoModelForTokenClassification": gpt.OelmGPTForTokenClassification,
+    "AutoModelForQuestionAnswering": gpt.OelmGPTForQuestionAnswering,
+}
+
+
+def default_model(device: torch.device) -> str:
+    return "gpt-tiny" if device.type == "cpu" else "gpt-medium-512"
+
+
+def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTrainedModel, ConversionReport]:
+    """The model of a run, on the CPU, converted by its method."""
+    name = config.model.name or "gpt-tiny"
+    seed = config.training.seed
+    model: PreTrainedModel
+    if name in PRESETS:
+        model = _REFERENCE[auto_class](_reference_config(config, store, name))
+    else:
+        torch.manual_seed(seed)  # a new task head starts the same for every method
+        model = _load(config, store, auto_class, name)
+    _check_fit(model, store, config)
+    report = convert(model, Method.from_dict(config.method.overrides()), seed=seed)
+    return model, report
+
+
+def _reference_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
+    preset = gpt_config(name)
+    fields: dict[str, Any] = {
+        "vocab_size": store.vocab_size,
+        # A longer text than the size was made for gets its positions; a shorter one changes nothing.
+        "max_position_embeddings": max(preset.max_position_embeddings, config.task.max_length),
+        "init_seed": config.training.seed,
+        **_labels(store),
+    }
+    for key in ("dropout", "attention_dropout", "positions", "pooling"):
+        if (value := getattr(config.model, key)) is not None:
+            fields[key] = value
+    special = store.meta["tokenizer"].get("special", {})
+    fields |= {
+        key: special[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in special
+    }
+    return gpt_config(name, **fields)
+
+
+def _labels(store: Store) -> dict[str, Any]:
+    if not store.label_names:
+        return {}
+    return {
+        "num_labels": len(store.label_names),
+        "id2label": dict(enumerate(store.label_names)),
+        "label2id": {label: i for i, label in enumerate(store.label_names)},
+    }
+
+
+def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> PreTrainedModel:
+    """A pretrained model from a folder or the hub, with a head for this task."""
+    fields = _labels(store) if auto_class != "AutoModelForCausalLM" else {}
+    for key in ("positions", "pooling"):
+        if getattr(config.model, key) is not None:
+            raise UserError(f"model.{key} is for a reference GPT from scratch; {name} has its own")
+    try:
+        model = getattr(transformers, auto_class).from_pretrained(name, dtype=torch.float32, **fields)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {name!r} is no known size ({', '.join(PRESETS)}) and cannot be loaded: {first}"
+        ) from None
+    if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
+        from oelm.convert import release
+
+        release(model)
+    _set_dropout(model, config)
+    return model
+
+
+def _set_dropout(model: nn.Module, config: RunConfig) -> None:
+    if config.model.attention_dropout is not None:
+        raise UserError(
+            "model.attention_dropout is for the reference GPT; use model.dropout for all of a model"
+        )
+    if config.model.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.model.dropout
+
+
+def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
+    """The tokenizer's ids exist in the embedding, and the longest text has positions."""
+    rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    if store.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer {store.meta['tokenizer']['name']} has {store.vocab_size:,} tokens, but the model "
+            f"{config.model.name} knows {rows:,}; use the model's own tokenizer (task.tokenizer)"
+        )
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions and config.task.max_length > positions and model.config.model_type != "t5":
+        raise UserError(
+            f"task.max_length {config.task.max_length} exceeds the {positions} positions "
+            f"of {config.model.name}"
+        )

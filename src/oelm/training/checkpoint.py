@@ -1,0 +1,189 @@
+"""Checkpoints: atomic, checksummed, safetensors only.
+
+    checkpoints/index.json                  {"last": "step-00000500", "best": "step-00000400"}
+    checkpoints/step-00000500/model.safetensors      every parameter, by name
+                             /optimizer.safetensors  AdamW's moments, by parameter and moment
+                             /state.json             where the run stood
+                             /checksums.json         SHA-256 of the three
+
+A folder gets its name only when all of it is on disk, so one that can be seen was written whole.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from oelm.atomic import read_json, sync_folder, write_json
+from oelm.errors import RunError, UserError
+
+MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
+MARGIN = 64 << 20  # bytes that must stay free beside a checkpoint: the records of the run
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, in memory."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on the CPU; a shard is gathered, so every process must ask."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().to("cpu", copy=True).contiguous()
+
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every parameter, and every moment of those that have any, by name."""
+    parameters = {name: whole(p) for name, p in model.named_parameters()}
+    moments = {
+        f"{name}/{key}": whole(torch.as_tensor(value))
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+    return parameters, moments
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Put a checkpoint's values where they came from, sharded as the model is."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_like(checkpoint.model[name], parameter))
+    if optimizer is None:
+        return
+    names = dict(model.named_parameters())
+    for key, value in checkpoint.optimizer.items():
+        name, _, moment = key.rpartition("/")
+        parameter = names[name]
+        placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
+        optimizer.state[parameter][moment] = placed
+
+
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """A fused AdamW keeps its step counts beside the parameters, the plain one on the CPU."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    if hasattr(parameter, "full_tensor") and value.dim():
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device, parameter.dtype)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return value.to(parameter.device)
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.problems: list[str] = []  # broken checkpoints met while looking for a good one
+
+    def save(self, step: int, checkpoint: Checkpoint, best: bool) -> None:
+        """Write a checkpoint and drop those no longer kept. A failure leaves all that was there intact."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:08d}"
+        beside = self.folder / f".{name}.part"
+        shutil.rmtree(beside, ignore_errors=True)
+        self.check_space(size_of(checkpoint))
+        try:
+            beside.mkdir()
+            save_file(checkpoint.model, beside / MODEL)
+            save_file(checkpoint.optimizer, beside / OPTIMIZER)
+            write_json(beside / STATE, checkpoint.state)
+            write_json(beside / SUMS, {name: _digest(beside / name) for name in (MODEL, OPTIMIZER, STATE)})
+            for path in beside.iterdir():
+                _sync(path)
+            final = self.folder / name
+            shutil.rmtree(final, ignore_errors=True)  # the same step, written again after a resume
+            beside.rename(final)
+            sync_folder(self.folder)
+            index = self.index() | {"last": name} | ({"best": name} if best else {})
+            write_json(self.folder / "index.json", index)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            last = self.index().get("last")
+            raise RunError(
+                f"step {step}: the checkpoint could not be written ({error}); "
+                f"the last good one is {last or 'none'}; free some space and start again to resume"
+            ) from None
+        self._prune()
+
+    def index(self) -> dict[str, str]:
+        path = self.folder / "index.json"
+        return dict(read_json(path)) if path.exists() else {}
+
+    def load_last(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; broken ones are reported in `problems` and passed over."""
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            try:
+                return read_checkpoint(path)
+            except UserError as error:
+                self.problems.append(f"{error}; the checkpoint before it is used")
+        return None
+
+    def load_best(self) -> Checkpoint:
+        return read_checkpoint(self.folder / self.index()["best"])
+
+    def check_space(self, size: int) -> None:
+        """Refuse to start a write that the disk has no room for."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < size + MARGIN:
+            raise RunError(
+                f"the disk of {self.folder} has {free / 1e6:,.0f} MB free, but a checkpoint needs "
+                f"{(size + MARGIN) / 1e6:,.0f} MB; free some space and start again to resume"
+            )
+
+    def _prune(self) -> None:
+        index = self.index()
+        steps = sorted(path for path in self.folder.glob("step-*"))
+        kept = {index.get("best"), index.get("last"), *(path.name for path in steps[-self.keep :])}
+        for path in steps:
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(".step-*.part"):  # left by a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def size_of(checkpoint: Checkpoint) -> int:
+    tensors: Iterable[Tensor] = (*checkpoint.model.values(), *checkpoint.optimizer.values())
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint whose checksums are right; anything else is a UserError that says what is wrong."""
+    for name, recorded in read_json(path / SUMS).items():
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            raise UserError(f"checkpoint {path.name} is broken: {name} {error.strerror}") from None
+        if found != recorded:
+            raise UserError(f"checkpoint {path.name} is broken: {name} does not match its checksum")
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,86 @@
+"""What a user sees of a run: a bar with loss, metric, speed and time left, or a line now and then."""
+
+import sys
+import time
+from typing import Any
+
+QUIET_SECONDS = 15.0  # between two lines where there is no terminal
+
+
+class Display:
+    """Progress on stderr; `show=False` is silent."""
+
+    def __init__(self, label: str, total: int, start: int, show: bool) -> None:
+        self.label, self.total, self.start, self.show = label, total, start, show
+        self.began = time.monotonic()
+        self.last_line = self.began
+        self.tokens = 0
+        self.latest: dict[str, str] = {}
+        self._bar: Any = None
+        if show and sys.stderr.isatty():
+            self._bar = _bar(label, total, start)
+
+    def advance(self, step: int, tokens: int) -> None:
+        self.tokens += tokens
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
+        elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
+            self.last_line = time.monotonic()
+            self._print(f"{self.label}: step {step}/{self.total}, {self._rest()}, {self.left(step)} left")
+
+    def note(self, **values: float) -> None:
+        """Numbers shown from now on: loss, a metric."""
+        self.latest |= {name: f"{value:.4g}" for name, value in values.items()}
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        elif self.show:
+            self._print(text)
+
+    def left(self, step: int) -> str:
+        done = step - self.start
+        if not done:
+            return "?"
+        return duration((time.monotonic() - self.began) / done * (self.total - step))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _rest(self) -> str:
+        speed = self.tokens / max(1e-9, time.monotonic() - self.began)
+        return ", ".join([*(f"{k} {v}" for k, v in self.latest.items()), f"{speed:,.0f} tokens/s"])
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _bar(label: str, total: int, start: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rest]}", markup=False),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task(label, total=total, completed=start, rest="")
+    bar.start()
+    return bar
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 5 h 10 min."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"

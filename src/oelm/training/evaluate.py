@@ -1,0 +1,56 @@
+"""Measure a model on a split: every item once, whatever the number of processes."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+
+from oelm.training.objective import Measured, Objective
+
+Array = np.ndarray
+TOKENS = 16_384  # per batch and process, padding included
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) -> Measured:
+    """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
+
+    Every process takes its share of every batch. Where a batch has fewer items than there are processes,
+    the others run one item for company (sharded models need everyone) and throw the result away.
+    """
+    state = PartialState()
+    plan = objective.plan(split, None, max(TOKENS, _longest(objective, split)), None)
+    epoch = plan.epoch()
+    training = model.training
+    model.eval()
+    loss_sum, count = 0.0, 0
+    found: dict[str, list[Array]] = {}
+    for step in range(len(epoch)):
+        items = epoch.share(step, state.process_index, state.num_processes)
+        kept = len(items) > 0
+        batch = objective.batch(split, items if kept else epoch.batch(step)[:1]).to(state.device)
+        with autocast():
+            loss, arrays = objective.outputs(model, batch)
+        if kept:
+            loss_sum += loss.item()
+            count += objective.count(split, items)
+            for key, value in {"ids": batch.ids, "order": np.asarray(items), **arrays}.items():
+                found.setdefault(key, []).append(value)
+    model.train(training)
+    joined = {key: np.concatenate(values) for key, values in found.items()}
+    parts = (
+        gather_object([(loss_sum, count, joined)]) if state.num_processes > 1 else [(loss_sum, count, joined)]
+    )
+    keys = parts[0][2]
+    arrays = {key: np.concatenate([part[2][key] for part in parts if part[2]]) for key in keys}
+    order = np.argsort(arrays.pop("order"), kind="stable")
+    arrays = {key: value[order] for key, value in arrays.items()}
+    # fsum-like: add in float64 in a fixed order of processes.
+    return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)
+
+
+def _longest(objective: Objective, split: str) -> int:
+    return int(objective.plan(split, 1, None, None).lengths.max())

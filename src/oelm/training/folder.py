@@ -1,0 +1,175 @@
+"""A run's folder: who may write it, and the records in it."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+from oelm.atomic import lock_file, read_json, write_json, write_text
+from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
+from oelm.errors import UserError
+from oelm.version import __version__
+
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "triton")
+
+
+class RunFolder:
+    """The folder of one run, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    def open(self, config: RunConfig, overwrite: bool) -> None:
+        """Take the folder for a run of this configuration: new, or the unfinished one that is there."""
+        config_file = self.path / "config.toml"
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file, not a folder for a run")
+        if self.path.is_dir() and not config_file.exists() and not overwrite:
+            strangers = [p.name for p in self.path.iterdir() if p.name != "lock"]
+            if strangers:
+                raise UserError(f"{self.path} is not a run (it holds {strangers[0]}); name a new folder")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_file(self.path / "lock")
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path} is in use by another process; wait for it or name another folder"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        if overwrite:
+            for path in self.path.iterdir():
+                if path.name != "lock":
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        elif config_file.exists():
+            self._check_resumable(config)
+        write_text(config_file, to_toml(config.to_dict()))
+
+    def _check_resumable(self, config: RunConfig) -> None:
+        there = read_config(self.path)
+        if there.identity() != config.identity():
+            raise UserError(
+                f"{self.path} holds a run of another configuration ({_difference(there, config)}); "
+                "name another folder, or --overwrite it"
+            )
+        if self.status() == "completed":
+            raise UserError(f"{self.path} holds a finished run; --overwrite it, or name another folder")
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def status(self) -> str | None:
+        path = self.path / "results.json"
+        return read_json(path).get("status") if path.exists() else None
+
+    def write(self, name: str, value: Any) -> None:
+        write_json(self.path / name, value)
+
+
+class MetricsLog:
+    """metrics.jsonl: one object per log step and per evaluation, in the order of the steps.
+
+    A resumed run cuts off what was logged after its checkpoint, so a run that was killed and one that was
+    not leave the same lines, times aside.
+    """
+
+    def __init__(self, path: Path, from_step: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] > from_step:
+                        break
+                except (ValueError, KeyError):
+                    break  # the line a crash cut short
+                kept.append(line)
+        write_text(path, "".join(f"{line}\n" for line in kept))
+        self.file = path.open("a", encoding="utf-8")
+
+    def add(self, **values: Any) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The configuration of the run in a folder."""
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{folder} is not a run: it has no config.toml")
+    return rebuild_config(read_toml(folder / "config.toml"))
+
+
+def _difference(there: RunConfig, here: RunConfig) -> str:
+    old, new = _flat(there.identity()), _flat(here.identity())
+    for key in [*old, *new]:
+        if old.get(key) != new.get(key):
+            return f"{key} is {old.get(key)} there, {new.get(key)} here"
+    return "no difference"
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix[:-1]: values}
+    return {k: v for key, value in values.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+
+
+def environment(device: Any, processes: int) -> dict[str, Any]:
+    """Where a run took place: versions, commit, hardware. No user name, no host name, no paths."""
+    import torch
+
+    packages = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {
+        "oelm": __version__,
+        "python": platform.python_version(),
+        "packages": packages,
+        "commit": _commit(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cpu_threads": torch.get_num_threads(),
+        "processes": processes,
+        "device": str(device.type),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from, marked where it has changes; None in a wheel."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return os.environ.get("OELM_COMMIT")
+    run = lambda *words: subprocess.run(  # noqa: E731
+        ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10
+    ).stdout.strip()
+    try:
+        changed = "+changes" if run("status", "--porcelain", "--", "src") else ""
+        return (run("rev-parse", "HEAD") + changed) or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} x {os.cpu_count()}"
+    except OSError:
+        pass
+    return f"{platform.processor() or sys.platform} x {os.cpu_count()}"

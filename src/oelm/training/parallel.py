@@ -1,0 +1,86 @@
+"""One process or many: wrapping, precision, agreeing. The model's own code knows nothing of this."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel
+
+from oelm.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:
+    """The precision a run really uses, and a warning where that is not what was asked for."""
+    if wanted == "auto":
+        return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
+    if wanted == "fp16" and device.type != "cuda":
+        return "fp32", "fp16 needs a GPU: this run uses fp32"
+    return wanted, None
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], Any]:
+    """A callable that opens the autocast context of this precision."""
+    if precision == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
+    """The model as training calls it: alone, as DDP, or sharded by FSDP2 block by block."""
+    if state.num_processes == 1:
+        if fsdp:
+            raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
+        return model
+    if not fsdp:
+        ids = [state.device.index] if state.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    mesh = init_device_mesh(state.device.type, (state.num_processes,))
+    blocks = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module, last: bool) -> Any:
+    """Gradients travel between processes with the last micro-batch of a step only."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        yield
+    else:
+        yield
+
+
+def total(value: float, state: PartialState) -> float:
+    """The sum over the processes."""
+    if state.num_processes == 1:
+        return value
+    tensor = torch.tensor(
+        value, dtype=torch.float64, device="cpu" if state.device.type == "cpu" else state.device
+    )
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def anyone(flag: bool, state: PartialState) -> bool:
+    """Whether any process says yes."""
+    return total(float(flag), state) > 0
+
+
+def norm_of(parameters: list[nn.Parameter], clip: float) -> Tensor:
+    """The gradients' norm, after which they are clipped to `clip` (0: not at all)."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"), foreach=None)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

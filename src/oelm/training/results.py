@@ -1,0 +1,212 @@
+"""What a run leaves behind: estimates before it, timings, results.json, the trained model and its card."""
+
+import resource
+import shutil
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+
+from oelm.config import RunConfig
+from oelm.training.objective import Objective
+from oelm.training.references import trivial_references
+
+if TYPE_CHECKING:
+    from oelm.training.loop import Session
+
+SCHEMA = 1  # of results.json
+
+
+def estimate(
+    model: Any, objective: Objective, config: RunConfig, steps: int, state: PartialState
+) -> dict[str, float]:
+    """Memory, time and checkpoint size, before the first step; good to a factor of two.
+
+    Time: 6 operations per parameter and token at a third of the rate of a large matrix product here.
+    """
+    training = config.training
+    lengths = objective.plan("train", 1, None, None).lengths
+    per_step = training.batch_tokens or (training.batch_size or 1) * float(lengths.mean())
+    on_device = per_step / (state.num_processes * training.accumulate)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters())
+    embeddings = model.get_input_embeddings().weight.numel()
+    multiplied = everything if objective.store.kind == "lm" else everything - embeddings
+    text_config = model.config.get_text_config()
+    width, layers = text_config.hidden_size, text_config.num_hidden_layers
+    activations = on_device * width * layers * 40 * 4
+    if objective.store.kind == "lm":
+        activations += on_device * text_config.vocab_size * 3 * 4
+    return {
+        "memory_bytes": 4 * everything + 12 * trainable + activations,
+        "time_s": 6 * multiplied * per_step * steps / (0.33 * _rate(state) * state.num_processes),
+        "checkpoint_bytes": 4 * everything + 8 * trainable,
+    }
+
+
+def _rate(state: PartialState) -> float:
+    """Operations a second of a large matrix product on this device."""
+    size, dtype = (512, torch.float32) if state.device.type == "cpu" else (4096, torch.bfloat16)
+    a = torch.ones(size, size, device=state.device, dtype=dtype)
+    best = 1e9
+    for _ in range(4):
+        began = time.perf_counter()
+        (a @ a).sum().item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def timing(step_times: list[float], eval_time_s: float) -> dict[str, Any]:
+    """timing_stats.json: seconds per step, the first ones left out."""
+    if not step_times:
+        return {"steps_measured": 0, "validation_time_s": round(eval_time_s, 3)}
+    return {
+        "steps_measured": len(step_times),
+        "mean_s": statistics.fmean(step_times),
+        "median_s": statistics.median(step_times),
+        "validation_time_s": round(eval_time_s, 3),
+    }
+
+
+def completed(session: "Session", test_metrics: dict[str, Any]) -> dict[str, Any]:
+    """results.json of a finished run."""
+    references = trivial_references(session.store)
+    progress, metric = session.progress, session.objective.metric
+    for name, splits in references.items():
+        reference = splits.get("test", {}).get(metric)
+        if reference is not None and session.objective.better(reference, test_metrics[metric]):
+            progress.warn(
+                f"test {metric} {test_metrics[metric]:.4f} is behind the trivial reference {name} "
+                f"({reference:.4f})"
+            )
+    if progress.at_chance:
+        progress.warn("the run is at chance level: it learned no more than the most frequent class")
+    return {
+        **_common(session, "completed"),
+        "best": progress.best,
+        "final": progress.final,
+        "test": {"split": "test", "step": (progress.best or {}).get("step"), "metrics": test_metrics},
+        "references": references,
+        "warnings": progress.warnings,
+    }
+
+
+def unfinished(session: "Session", status: str, reason: str) -> dict[str, Any]:
+    """results.json of a run that was interrupted or failed."""
+    progress = session.progress
+    return {
+        **_common(session, status),
+        "reason": reason,
+        "best": progress.best,
+        "final": progress.final,
+        "warnings": progress.warnings,
+    }
+
+
+def _common(session: "Session", status: str) -> dict[str, Any]:
+    config, progress, report = session.config, session.progress, session.report
+    texts = progress.samples / progress.train_time_s if progress.train_time_s else 0.0
+    return {
+        "schema": SCHEMA,
+        "status": status,
+        "experiment": config.experiment,
+        "task": session.store.task,
+        "method": config.method.name,
+        "model": config.model.name,
+        "seed": config.training.seed,
+        "lr": config.training.lr,
+        "metric": session.objective.metric,
+        "precision": session.precision,
+        "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen},
+        "steps": progress.step,
+        "steps_planned": session.total,
+        "stopped_early": progress.stopped_early,
+        "at_chance": progress.at_chance,
+        "samples": progress.samples,
+        "tokens": progress.tokens * session.state.num_processes,
+        "train_time_s": round(progress.train_time_s, 3),
+        "eval_time_s": round(progress.eval_time_s, 3),
+        "total_time_s": round(progress.train_time_s + progress.eval_time_s, 3),
+        "texts_per_s": round(texts, 2),
+        "peak_memory_bytes": peak_memory(session.state.device),
+        "data_fingerprint": session.store.fingerprint,
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """On a GPU what its tensors took, on a CPU what the whole process took."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def track(session: "Session", values: dict[str, float]) -> None:
+    """Hand numbers to the trackers the configuration names."""
+    for tracker in session.trackers:
+        tracker.log(values, step=session.progress.step)
+
+
+def start_trackers(session: "Session") -> list[Any]:
+    """Accelerate's trackers by name; one that is not installed is a user's mistake."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    from oelm.errors import UserError
+
+    started = []
+    for name in session.config.training.trackers:
+        kind = LOGGER_TYPE_TO_CLASS.get(name)
+        if kind is None:
+            raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        folder = {"logging_dir": str(session.folder.path)} if kind.requires_logging_directory else {}
+        try:
+            tracker = kind(session.folder.path.name, **folder)
+        except ImportError as error:
+            raise UserError(f"tracker {name!r} cannot be used: {error}; pip install {name}") from None
+        tracker.store_init_configuration(_flat_text(session.config.to_dict()))
+        started.append(tracker)
+    return started
+
+
+def _flat_text(values: dict[str, Any]) -> dict[str, str]:
+    flat = {}
+    for section, entries in values.items():
+        for key, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
+            flat[f"{section}.{key}".rstrip(".")] = str(value)
+    return flat
+
+
+def save_model(session: "Session", results: dict[str, Any]) -> None:
+    """model/: the best model with its tokenizer and a card, whole or not at all."""
+    final = session.folder.path / "model"
+    beside = session.folder.path / ".model.part"
+    shutil.rmtree(beside, ignore_errors=True)
+    session.raw.save_pretrained(beside)
+    session.store.tokenizer().save_pretrained(beside)
+    (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")
+    shutil.rmtree(final, ignore_errors=True)
+    beside.rename(final)
+
+
+def model_card(session: "Session", results: dict[str, Any]) -> str:
+    """What anyone who finds the model should know."""
+    report = session.report
+    share = 100 * report.frozen / report.total
+    numbers = "\n".join(
+        f"| {name} | {value:.4f} |"
+        for name, value in results["test"]["metrics"].items()
+        if isinstance(value, int | float)
+    )
+    warnings = "".join(f"- {text}\n" for text in results["warnings"])
+    return (
+        "---\nlibrary_name: transformers\ntags: [oelm]\n---\n\n"
+        f"# {type(session.raw).__name__} on {session.store.task}\n\n"
+        f"Trained with OELM Transformers by method `{report.method}` (seed {report.seed}, "
+        f"{report.init} start): {report.frozen:,} of {report.total:,} parameters ({share:.1f} %) are frozen.\n\n"
+        f"Chosen at step {results['best']['step']} of {results['steps']} on the "
+        f"{results['best']['split']} split; learning rate {results['lr']}. On the test split:\n\n| metric | value |\n|---|---|\n{numbers}\n\n"
+        + (f"Notes:\n\n{warnings}\n" if warnings else "")
+        + "Plain transformers loads this as an ordinary, trainable checkpoint; `oelm.load` brings it back "
+        "frozen.\n"
+    )
