@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from oelm import cli_data, cli_experiments
-from oelm.errors import AuditError, UserError
+from oelm import cli_data, cli_experiments, cli_run
+from oelm.errors import AuditError, Interrupted, RunError, UserError
 from oelm.version import __version__
+
+REQUEUE = 75  # EX_TEMPFAIL: what schedulers take as "start me again"
 
 app = typer.Typer(
     name="oelm",
@@ -22,6 +24,7 @@ app = typer.Typer(
 
 app.add_typer(cli_data.app, name="data")
 app.command()(cli_experiments.experiments)
+app.registered_commands += cli_run.app.registered_commands
 
 
 def _print_version(wanted: bool) -> None:
@@ -52,6 +55,11 @@ def main() -> None:
     except UserError as error:
         typer.echo(f"oelm: {error}", err=True)
         sys.exit(2)
-    except AuditError as error:
+    except (AuditError, RunError) as error:
         typer.echo(f"oelm: {error}", err=True)
         sys.exit(1)
+    except Interrupted as reason:
+        typer.echo(f"oelm: {reason}; everything is saved, the same command goes on from there", err=True)
+        sys.exit(REQUEUE)
+    except KeyboardInterrupt:
+        sys.exit(130)

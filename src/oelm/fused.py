@@ -78,7 +78,9 @@ class _PackedProduct(torch.autograd.Function):
 class FusedWeights:
     """The fused weight and bias, kept while no gradient is wanted and no part changes.
 
-    Without this, generating a text would put the matrices together again for every token.
+    Without this, generating a text would put the matrices together again for every token. A change shows
+    in a tensor's version, except one by a fused optimizer; but no optimizer steps without a forward pass
+    with gradients, and that forgets what was kept.
     """
 
     def __init__(self) -> None:
@@ -106,8 +108,10 @@ def packed_linear(
     kept: FusedWeights | None = None,
 ) -> Tensor:
     """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
-    if kept is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return F.linear(x, *kept.get(parts, heads, layout))
+    if kept is not None and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return F.linear(x, *kept.get(parts, heads, layout))
+        kept.value = None
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]

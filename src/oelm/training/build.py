@@ -54,10 +54,9 @@ def _reference_config(config: RunConfig, store: Store, name: str) -> OelmGPTConf
     for key in ("dropout", "attention_dropout", "positions", "pooling"):
         if (value := getattr(config.model, key)) is not None:
             fields[key] = value
-    special = store.meta["tokenizer"].get("special", {})
-    fields |= {
-        key: special[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in special
-    }
+    tokenizer = store.tokenizer()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields[key] = getattr(tokenizer, key, None)
     return gpt_config(name, **fields)
 
 

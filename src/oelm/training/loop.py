@@ -4,88 +4,31 @@ Everything a step does is a function of (configuration, step): which items, whic
 numbers. So a run that is killed and resumed from a checkpoint goes on as if nothing had happened.
 """
 
-import contextlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import Tensor
 
-from oelm.audit import Fingerprint, audit, fingerprint
+from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.errors import AuditError, Interrupted, RunError, UserError
+from oelm.errors import AuditError, Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
-from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
-from oelm.training.display import Display, duration
+from oelm.training.checkpoint import Checkpoint, capture, restore
 from oelm.training.evaluate import evaluate
-from oelm.training.folder import MetricsLog, RunFolder, environment
-from oelm.training.objective import Measured, Objective, make_objective
-from oelm.training.schedule import has_dropout, learning_rate, make_optimizer, seed_step, total_steps
+from oelm.training.folder import RunFolder
+from oelm.training.objective import Measured, make_objective
+from oelm.training.schedule import has_dropout, learning_rate, seed_step
+from oelm.training.session import Session, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
-
-
-@dataclass
-class Progress:
-    """Where a run stands: what a checkpoint must know beside the weights."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    train_time_s: float = 0.0
-    eval_time_s: float = 0.0
-    best: dict[str, Any] | None = None
-    final: dict[str, Any] | None = None
-    stale: int = 0  # evaluations since the best
-    stopped_early: bool = False
-    at_chance: bool = False
-    warnings: list[str] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
-
-
-@dataclass
-class Session:
-    """One process's part of a run, while it lasts."""
-
-    config: RunConfig
-    store: Store
-    objective: Objective
-    folder: RunFolder
-    state: PartialState
-    raw: Any  # the model
-    model: nn.Module  # the model as it is called: perhaps wrapped
-    optimizer: torch.optim.Optimizer
-    scaler: Any
-    autocast: Any
-    precision: str
-    checkpoints: Checkpoints
-    before: Fingerprint
-    report: Any
-    total: int
-    display: Display
-    progress: Progress
-    log: MetricsLog | None = None
-    trackers: list[Any] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    stop: str | None = None  # why this process was told to stop
-    last_save: int = -1
-
-    @property
-    def main(self) -> bool:
-        return bool(self.state.is_main_process)
 
 
 def train(
@@ -118,8 +61,8 @@ def train(
     state.wait_for_everyone()
     session = None
     try:
-        session = _start(config, store, objective, folder, state, raw, report, show)
-        with _signals(session, stop_after):
+        session = start_session(config, store, objective, folder, state, raw, report, show)
+        with stopping(session, stop_after):
             _run(session)
         return _finish(session)
     except Interrupted as reason:
@@ -136,79 +79,6 @@ def train(
             for tracker in session.trackers:
                 tracker.finish()
         folder.close()
-
-
-def _start(
-    config: RunConfig,
-    store: Store,
-    objective: Objective,
-    folder: RunFolder,
-    state: PartialState,
-    raw: Any,
-    report: Any,
-    show: bool,
-) -> Session:
-    training = config.training
-    precision, warning = parallel.resolve_precision(training.precision, state.device)
-    raw.to(state.device)
-    if training.gradient_checkpointing:
-        raw.gradient_checkpointing_enable({"use_reentrant": False})
-    before = fingerprint(raw)
-    model = parallel.wrap(raw, state, training.fsdp)
-    optimizer = make_optimizer(raw, training)
-    total = total_steps(
-        training, objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    )
-    checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
-    progress = Progress()
-    scaler = torch.amp.GradScaler(state.device.type, enabled=precision == "fp16")
-    loaded = checkpoints.load_last()
-    if loaded is not None:
-        restore(loaded, raw, optimizer)
-        scaler.load_state_dict(loaded.state.pop("scaler", {}) or scaler.state_dict())
-        progress = Progress(**loaded.state)
-        audit(raw, before)
-    for text in (warning, *store.warnings, *checkpoints.problems, *_habits(config)):
-        if text:
-            progress.warn(text)
-    label = f"{config.method.name} on {store.task}"
-    session = Session(
-        config, store, objective, folder, state, raw, model, optimizer, scaler,
-        parallel.autocast_of(precision, state.device), precision, checkpoints, before, report, total,
-        Display(label, total, progress.step, show and state.is_main_process), progress,
-    )  # fmt: skip
-    session.last_save = progress.step if loaded is not None else -1
-    if session.main:
-        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
-        folder.write(
-            "environment.json", environment(state.device, state.num_processes) | {"data": store.fingerprint}
-        )
-        session.trackers = results.start_trackers(session)
-        _introduce(session, resumed=loaded is not None)
-    return session
-
-
-def _habits(config: RunConfig) -> Iterator[str]:
-    if config.training.choose_on == "test":
-        yield "the best step is chosen on the test split: a published habit, not a fair measurement"
-
-
-def _introduce(session: Session, resumed: bool) -> None:
-    """Say what is about to happen: size, memory, time; and refuse a disk that is too small."""
-    estimate = results.estimate(session.raw, session.objective, session.config, session.total, session.state)
-    say = session.display.say
-    say(str(session.report))
-    say(
-        f"{session.store.task}: {len(session.store['train']):,} training items, {session.total:,} steps on "
-        f"{session.state.device.type} in {session.precision}; about "
-        f"{estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])}"
-    )
-    for warning in session.progress.warnings:
-        say(f"note: {warning}")
-    if resumed:
-        say(f"resuming after step {session.progress.step}")
-    copies = session.config.training.keep + 2  # the kept ones, the best, and the one being written
-    session.checkpoints.check_space(copies * int(estimate["checkpoint_bytes"]))
 
 
 def _run(session: Session) -> None:
@@ -409,32 +279,3 @@ def _finish(session: Session) -> dict[str, Any]:
 def _record(session: Session | None, folder: RunFolder, status: str, reason: str) -> None:
     if session is not None and session.main:
         folder.write("results.json", results.unfinished(session, status, reason))
-
-
-@contextlib.contextmanager
-def _signals(session: Session, stop_after: float | None) -> Iterator[None]:
-    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask the loop to save and leave.
-
-    A second Ctrl-C does not ask.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
-        return
-    names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
-
-    def ask(number: int, _: Any) -> None:
-        if number == signal.SIGINT and session.stop is not None:
-            raise KeyboardInterrupt
-        session.stop = f"stopped by {names.get(signal.Signals(number), 'the time limit')}"
-
-    previous = {number: signal.signal(number, ask) for number in (*names, signal.SIGALRM)}
-    if stop_after is not None:
-        if stop_after <= 0:
-            raise UserError("--stop-after needs a positive time, for example 9m")
-        signal.setitimer(signal.ITIMER_REAL, stop_after)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -14,7 +14,7 @@ from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
 
 if TYPE_CHECKING:
-    from oelm.training.loop import Session
+    from oelm.training.session import Session
 
 SCHEMA = 1  # of results.json
 
@@ -199,14 +199,15 @@ def model_card(session: "Session", results: dict[str, Any]) -> str:
         if isinstance(value, int | float)
     )
     warnings = "".join(f"- {text}\n" for text in results["warnings"])
-    return (
-        "---\nlibrary_name: transformers\ntags: [oelm]\n---\n\n"
-        f"# {type(session.raw).__name__} on {session.store.task}\n\n"
-        f"Trained with OELM Transformers by method `{report.method}` (seed {report.seed}, "
-        f"{report.init} start): {report.frozen:,} of {report.total:,} parameters ({share:.1f} %) are frozen.\n\n"
-        f"Chosen at step {results['best']['step']} of {results['steps']} on the "
-        f"{results['best']['split']} split; learning rate {results['lr']}. On the test split:\n\n| metric | value |\n|---|---|\n{numbers}\n\n"
-        + (f"Notes:\n\n{warnings}\n" if warnings else "")
-        + "Plain transformers loads this as an ordinary, trainable checkpoint; `oelm.load` brings it back "
-        "frozen.\n"
-    )
+    chosen = f"step {results['best']['step']} of {results['steps']} on the {results['best']['split']} split"
+    lines = [
+        "---\nlibrary_name: transformers\ntags: [oelm]\n---\n",
+        f"# {type(session.raw).__name__} on {session.store.task}\n",
+        f"Trained with OELM Transformers by method `{report.method}`",
+        f"(seed {report.seed}, {report.init} start): {report.frozen:,} of {report.total:,} parameters",
+        f"({share:.1f} %) are frozen. Chosen at {chosen}; rate {results['lr']}. On the test split:\n",
+        f"| metric | value |\n|---|---|\n{numbers}\n",
+        f"Notes:\n\n{warnings}" if warnings else "",
+        "Plain transformers loads an ordinary, trainable checkpoint; `oelm.load` brings it back frozen.",
+    ]
+    return "\n".join(lines) + "\n"

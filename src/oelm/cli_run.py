@@ -1,0 +1,313 @@
+"""The verbs of a run: train, evaluate, predict, generate, audit, status, logs."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oelm.errors import UserError
+
+if TYPE_CHECKING:
+    from oelm.config import RunConfig
+    from oelm.training.status import RunStatus
+
+app = typer.Typer()
+
+Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def train(
+    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
+    task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet, or prepared data.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
+    text_pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
+    test_file: Annotated[str | None, typer.Option(help="A file of test rows.")] = None,
+    train_size: Annotated[int | None, typer.Option(help="Train on so many rows.")] = None,
+    train_on: Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a text or window; longer ones are cut.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="gpt2, a hub id, a folder, or train:8192.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ..., a hub id, a folder.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
+    lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the training data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Texts or windows in a batch.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides initial values and order.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; an unfinished run in it is resumed.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a folder with a run.")
+    ] = False,
+    stop_after: Annotated[
+        str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")
+    ] = None,
+    stop_at_chance: Annotated[
+        bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one model and record everything.
+
+    Examples: oelm train --task sst2 --method oelm --lr 1e-3 --out runs/x; oelm train GPT-02;
+    oelm train --data my.csv --text body --label topic
+    """
+    from oelm.config import FLAGS
+
+    given = locals()
+    flags = {path: given[flag] for flag, path in FLAGS.items() if given[flag] is not None}
+    if stop_at_chance:
+        flags["training.stop_at_chance"] = True
+    run_config = resolve_config(experiment, config, flags, set_ or [])
+    limit = seconds_of(stop_after) if stop_after is not None else None
+    results = run_training(run_config, out or default_folder(run_config), overwrite, limit)
+    if not results:  # another process than the first
+        return
+    if as_json:
+        typer.echo(json.dumps(results))
+        return
+    typer.echo(summary(results))
+
+
+def resolve_config(
+    experiment: str | None, file: Path | None, flags: dict[str, Any], assignments: list[str]
+) -> "RunConfig":
+    """What is asked for, from the general to the particular: experiment, file, flags, --set."""
+    from oelm.config import from_assignment, make_config, merge, nest, read_toml
+
+    values: dict[str, Any] = {}
+    if experiment is not None:
+        from oelm.study.catalogue import experiment_config
+
+        merge(values, experiment_config(experiment).to_dict())
+    if file is not None:
+        values = merge(values, read_toml(file))
+    for path, value in flags.items():
+        merge(values, nest(path, value))
+    for text in assignments:
+        merge(values, from_assignment(text))
+    return make_config(values, str(file) if file is not None else "options")
+
+
+def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
+    """Prepare the data (one process does, the others wait), then train."""
+    from accelerate import PartialState
+
+    from oelm.method import Method
+    from oelm.training.build import default_model
+    from oelm.training.loop import train as train_run
+    from oelm.training.trained import choice_of
+
+    Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
+    state = PartialState()
+    config.model.name = config.model.name or default_model(state.device)
+    choice = choice_of(config.task, config.model.name)
+    with state.main_process_first():
+        store = choice.store(show_progress=bool(state.is_main_process))
+    config.task.tokenizer = store.meta["tokenizer"]["name"]
+    return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
+
+
+def default_folder(config: "RunConfig") -> Path:
+    name = config.experiment or "-".join(
+        [
+            Path(str(config.task.name or config.task.data)).stem,
+            Path(config.model.name or "gpt").name,
+            config.method.name,
+            f"lr{config.training.lr:g}",
+            f"s{config.training.seed}",
+        ]
+    )
+    return Path("runs") / name
+
+
+def seconds_of(text: str) -> float:
+    """90s, 9m, 1.5h, or plain seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise UserError(f"--stop-after {text!r}: write 90s, 9m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def summary(results: dict[str, Any]) -> str:
+    metric = results["metric"]
+    lines = [
+        f"{results['method']} on {results['task']}: test {metric} {results['test']['metrics'][metric]:.4f} "
+        f"(step {results['test']['step']} of {results['steps']}, chosen on {results['best']['split']})"
+    ]
+    for name, splits in results["references"].items():
+        if metric in splits.get("test", {}):
+            lines.append(f"  {name}: {splits['test'][metric]:.4f}")
+    lines += [f"  note: {warning}" for warning in results["warnings"]]
+    return "\n".join(lines)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    task: Annotated[str | None, typer.Option(help="Another task.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another file.")] = None,
+    test_file: Annotated[str | None, typer.Option(help="Another file of test rows.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet.")] = None,
+) -> None:
+    """Measure a trained model; prints JSON. Example: oelm evaluate runs/x --split validation"""
+    from oelm.training.trained import Trained
+
+    given = {"name": task, "data": data, "test_file": test_file, "data_dir": data_dir}
+    changes = {key: value for key, value in given.items() if value is not None}
+    typer.echo(json.dumps(Trained(run).evaluate(split, **changes), indent=1))
+
+
+@app.command()
+def predict(
+    run: Run,
+    file: Annotated[typer.FileText, typer.Argument(help="One text per line; - is standard input.")] = "-",  # type: ignore[assignment]
+) -> None:
+    """Labels for lines of text, as JSONL. Example: echo 'a fine film' | oelm predict runs/x"""
+    from oelm.training.trained import Trained
+
+    for answer in Trained(run).predict(line.rstrip("\n") for line in file):
+        typer.echo(json.dumps(answer, ensure_ascii=False))
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
+    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+) -> None:
+    """Let a language model go on from a prompt. Example: oelm generate runs/x 'Once upon a time'"""
+    from oelm.training.trained import Trained
+
+    typer.echo(prompt + Trained(run).generate(prompt, tokens, temperature, top_k, seed))
+
+
+@app.command()
+def audit(run: Run, as_json: AsJson = False) -> None:
+    """Check that a finished run's frozen weights never moved. Example: oelm audit runs/x"""
+    from oelm.training.trained import Trained
+
+    checked = Trained(run).audit()
+    if as_json:
+        typer.echo(json.dumps(checked.to_dict()))
+        return
+    typer.echo(
+        f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, bit "
+        f"for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
+        f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
+    )
+
+
+@app.command()
+def status(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Runs, or folders with runs below.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What runs, how far it is, how long it still takes. Example: oelm status runs --watch"""
+    from oelm.training.status import find_runs, gpu_load, run_status
+
+    roots = folders or [Path("runs")]
+    if as_json:
+        typer.echo(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    def picture() -> Group:
+        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
+
+    console = Console()
+    if not watch:
+        console.print(picture())
+        return
+    with Live(picture(), console=console, refresh_per_second=4) as live:
+        while True:
+            time.sleep(2)
+            live.update(picture())
+
+
+def status_table(runs: "list[RunStatus]") -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    from oelm.training.display import duration
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "task", "method", "seed", "step", "loss", "best", "left"):
+        table.add_column(
+            name, justify="right" if name in ("seed", "step", "loss", "best", "left") else "left"
+        )
+    colours = {"running": "cyan", "completed": "green", "failed": "red"}
+    for run in runs:
+        best = f"{run.metric} {run.best:.4g}" if run.metric and run.best is not None else ""
+        table.add_row(
+            Text(run.folder),
+            Text(run.status, style=colours.get(run.status, "yellow")),
+            Text(run.task),
+            Text(run.method),
+            str(run.seed),
+            f"{run.step}/{run.of}" if run.of else "",
+            f"{run.loss:.4g}" if run.loss is not None else "",
+            best,
+            duration(run.left_s) if run.left_s is not None else "",
+        )
+    return table
+
+
+@app.command()
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines are written.")] = False,
+) -> None:
+    """A run's log. Example: oelm logs runs/x -f"""
+    from oelm.training.status import is_locked
+
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run, or has logged nothing yet")
+    with path.open(encoding="utf-8") as file:
+        while True:
+            line = file.readline()
+            if line.endswith("\n"):
+                typer.echo(log_line(json.loads(line)))
+            elif not follow or not is_locked(run):
+                break
+            else:
+                file.seek(file.tell() - len(line.encode()))
+                sys.stdout.flush()
+                time.sleep(0.5)
+
+
+def log_line(entry: dict[str, Any]) -> str:
+    """One line of metrics.jsonl for people."""
+    if entry["kind"] == "eval":
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
+        return f"step {entry['step']}: {entry['split']} {numbers}"
+    return (
+        f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
+        f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
+    )

@@ -1,0 +1,121 @@
+"""What runs where, how far, how long still: read from the folders of runs, without touching them."""
+
+import json
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oelm.atomic import lock_file, read_json
+from oelm.config import read_toml
+from oelm.errors import UserError
+
+TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are needed
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run: running, completed, interrupted, failed, or unfinished (killed: start it again)."""
+
+    folder: str
+    status: str
+    task: str
+    method: str
+    seed: int
+    step: int
+    of: int
+    loss: float | None
+    metric: str | None
+    best: float | None
+    left_s: float | None
+    reason: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_runs(roots: list[Path]) -> list[Path]:
+    """Every run at or below these folders, sorted."""
+    found = []
+    for root in roots:
+        if not root.exists():
+            raise UserError(f"{root}: no such folder")
+        files = (
+            [root / "config.toml"] if (root / "config.toml").is_file() else sorted(root.rglob("config.toml"))
+        )
+        found += [path.parent for path in files if (path.parent / "lock").exists()]
+    return found
+
+
+def run_status(folder: Path) -> RunStatus:
+    """The state of one run."""
+    config = read_toml(folder / "config.toml")
+    results = read_json(folder / "results.json") if (folder / "results.json").exists() else {}
+    lines = tail(folder / "metrics.jsonl")
+    steps = [line for line in lines if line["kind"] == "train"]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    last = steps[-1] if steps else {"step": 0, "of": 0, "loss": None, "train_time_s": 0.0}
+    running = is_locked(folder)
+    status = "running" if running else results.get("status", "unfinished")
+    left = None
+    if running and len(steps) > 1 and last["step"] > steps[0]["step"]:
+        rate = (last["train_time_s"] - steps[0]["train_time_s"]) / (last["step"] - steps[0]["step"])
+        left = max(0.0, rate) * (last["of"] - last["step"])
+    best = (results.get("best") or (evals[-1] if evals else {})).get("metrics", {})
+    metric = results.get("metric") or next((m for m in ("accuracy", "perplexity", "f1") if m in best), None)
+    return RunStatus(
+        folder=str(folder),
+        status=status,
+        task=str(config.get("task", {}).get("name") or config.get("task", {}).get("data")),
+        method=config.get("method", {}).get("name", "?"),
+        seed=config.get("training", {}).get("seed", 0),
+        step=int(results.get("steps", last["step"]) if not running else last["step"]),
+        of=int(results.get("steps_planned", last["of"]) if not running else last["of"]),
+        loss=last["loss"],
+        metric=metric,
+        best=best.get(metric),
+        left_s=left,
+        reason=results.get("reason"),
+    )
+
+
+def tail(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a metrics file; one that is being written is left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        raw = file.read().decode("utf-8", "replace").splitlines()
+    found = []
+    for line in raw:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # the first may be cut by the seek, the last by the writer
+    return [line for line in found if isinstance(line, dict) and "kind" in line]
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the run."""
+    try:
+        lock_file(folder / "lock").close()
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def gpu_load() -> list[str]:
+    """One line per GPU: load and memory, where nvidia-smi is."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = "--query-gpu=index,name,utilization.gpu,memory.used,memory.total"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [f"GPU {line}" for line in done.stdout.splitlines()]

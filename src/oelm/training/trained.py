@@ -1,0 +1,192 @@
+"""Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import PartialState
+from transformers import PreTrainedModel
+
+import oelm.gpt  # registers the reference GPT
+from oelm.atomic import read_json
+from oelm.audit import Audit, Fingerprint, audit
+from oelm.config import RunConfig, TaskConfig
+from oelm.convert import load
+from oelm.data import TASKS, Choice, Store
+from oelm.data.tokenizer import Encoder, pad_id
+from oelm.errors import UserError
+from oelm.training.evaluate import evaluate
+from oelm.training.folder import read_config
+from oelm.training.objective import Classification, make_objective
+from oelm.training.parallel import autocast_of, resolve_precision
+
+TEXTS = 32  # per batch of predictions
+
+
+def choice_of(task: TaskConfig, model: str | None) -> Choice:
+    """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
+    from oelm.gpt_config import PRESETS
+
+    if bool(task.name) == bool(task.data):
+        raise UserError("name one of task.name (--task) and task.data (--data)")
+    if task.name and task.name not in TASKS:
+        raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
+    tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
+    return Choice(
+        data=str(task.name or task.data),
+        text=task.text,
+        text_pair=task.text_pair,
+        label=task.label,
+        test_file=task.test_file,
+        train_size=task.train_size,
+        split_seed=task.split_seed,
+        train_on=task.train_on,
+        data_dir=task.data_dir,
+        tokenizer=tokenizer,
+        max_length=task.max_length,
+    )
+
+
+class Trained:
+    """A trained model with its tokenizer and, from a run's folder, the run's configuration."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.config: RunConfig | None = read_config(path) if (path / "config.toml").is_file() else None
+        self.folder = path / "model" if self.config is not None else path
+        self.run = path if self.config is not None else None
+        if not (self.folder / "config.json").is_file():
+            what = (
+                "has not finished: it holds no model yet"
+                if self.run
+                else "is neither a run nor a saved model"
+            )
+            raise UserError(f"{path} {what}")
+        self.device = PartialState().device
+        self.model: Any = _load_model(self.folder).to(self.device).eval()  # type: ignore[arg-type]
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+
+    @property
+    def max_length(self) -> int:
+        if self.config is not None:
+            return self.config.task.max_length
+        return int(getattr(self.model.config, "max_position_embeddings", 512))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the model was trained on pairs of texts."""
+        task = self.config.task if self.config is not None else TaskConfig()
+        if task.name:
+            return "text_pair" in TASKS[task.name].columns
+        return task.text_pair is not None
+
+    def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """For each line the most likely label, its probability, and those of the others.
+
+        Where the model reads pairs, a line is two texts with a tab between them.
+        """
+        if "SequenceClassification" not in type(self.model).__name__:
+            raise UserError(f"a {type(self.model).__name__} does not predict labels of texts")
+        encoder = Encoder(self.tokenizer, self.max_length)
+        names = self.model.config.id2label
+        remaining, first = iter(lines), 0
+        while group := [*islice(remaining, TEXTS)]:
+            scores = self._scores(encoder, group, first)
+            first += len(group)
+            for line, row in zip(group, scores, strict=True):
+                best = int(row.argmax())
+                yield {
+                    "text": line,
+                    "label": names[best],
+                    "score": float(row[best]),
+                    "scores": {names[i]: float(value) for i, value in enumerate(row)},
+                }
+
+    @torch.no_grad()
+    def _scores(self, encoder: Encoder, lines: list[str], first: int) -> np.ndarray:
+        if self.pairs:
+            parts = [line.split("\t") for line in lines]
+            for offset, part in enumerate(parts):
+                if len(part) != 2:
+                    raise UserError(f"line {first + offset + 1}: this model reads pairs: text, tab, text")
+            tokens, lengths, second, _ = encoder.pairs([p[0] for p in parts], [p[1] for p in parts])
+        else:
+            tokens, lengths, _ = encoder.texts(lines)
+            second = None
+        if not lengths.min():
+            empty = int(np.flatnonzero(lengths == 0)[0])
+            raise UserError(f"line {first + empty + 1} is empty: there is nothing to predict from")
+        real = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.full(real.shape, pad_id(self.tokenizer), dtype=np.int64)
+        ids[real] = tokens
+        inputs = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+        if second is not None and encoder.typed:
+            inputs["token_type_ids"] = ((np.arange(lengths.max()) >= second[:, None]) & real).astype(np.int64)
+        tensors = {key: torch.from_numpy(value).to(self.device) for key, value in inputs.items()}
+        return self.model(**tensors).logits.float().softmax(-1).cpu().numpy()
+
+    def store(self, changes: dict[str, Any]) -> Store:
+        """The run's data, or other data read the same way, under the model's own tokenizer."""
+        task = self.config.task if self.config is not None else TaskConfig()
+        if "name" in changes or "data" in changes:
+            changes = {"name": None, "data": None} | changes
+        task = replace(task, **changes)
+        return replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
+
+    def evaluate(self, split: str, **changes: Any) -> dict[str, Any]:
+        """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`."""
+        store = self.store(changes)
+        objective = make_objective(store, self.max_length, 0.0, "none")
+        if isinstance(objective, Classification):
+            known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
+            if store.label_names != known:
+                raise UserError(f"the data has the labels {store.label_names}, the model {known}")
+        precision, _ = resolve_precision("auto", self.device)
+        measured = evaluate(self.model, objective, split, autocast_of(precision, self.device))
+        return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
+        """The prompt's continuation; temperature 0 takes the likeliest token every time."""
+        if not self.model.can_generate():
+            raise UserError(f"a {type(self.model).__name__} does not write text")
+        prompt = prompt or self.tokenizer.bos_token
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
+        room = int(getattr(self.model.config, "max_position_embeddings", 1 << 30)) - ids.shape[1]
+        if room < 1:
+            raise UserError(f"the prompt of {ids.shape[1]} tokens leaves no room for new ones")
+        torch.manual_seed(seed)
+        chosen: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(new_tokens, room),
+            pad_token_id=pad_id(self.tokenizer),
+            **chosen,
+        )
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def audit(self) -> Audit:
+        """Check the saved model against the fingerprint taken before the run's first step."""
+        if self.run is None:
+            return audit(self.model)
+        recorded = read_json(self.run / "freeze_audit.json")["fingerprint"]
+        return audit(self.model, Fingerprint.from_dict(recorded))
+
+
+def _load_model(folder: Path) -> PreTrainedModel:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if getattr(config, "oelm", None):
+        return load(str(folder), dtype=torch.float32)
+    name = (config.architectures or [""])[0]
+    cls = getattr(oelm.gpt, name, None) or getattr(transformers, name, None)
+    if cls is None:
+        raise UserError(f"{folder}: config.json names no architecture that can be loaded")
+    return cls.from_pretrained(folder, dtype=torch.float32)
