@@ -3,8 +3,8 @@
     OELM_DATA_DIR=... OELM_TOKENIZER_DIR=... python benchmarks/data.py [--repeats 3]
 
 Each arm runs in fresh processes, in turn: once for the times, and once more while this process watches its
-memory (the proportional set size of it and its children, every 10 ms, above the level after its imports),
-because watching slows it down. GPT-2's tokenizer, at most 512
+memory every 10 ms (its resident set and its children's private pages, above the level after its imports).
+GPT-2's tokenizer, at most 512
 tokens, batches of 16 texts of similar length, padded to their own longest, as tensors. The peer is batched
 `datasets.map` with the fast tokenizer, `LengthGroupedSampler` with the lengths given, and
 `DataCollatorWithPadding`, with one and with two processes; we compare with whichever of them is better at
@@ -96,25 +96,28 @@ def _ready() -> None:
     time.sleep(0.5)
 
 
-def _tree(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
+def _children(pid: int) -> list[int]:
     try:
-        return [pid, *(p for child in children.read_text().split() for p in _tree(int(child)))]
+        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+    return [process for child in found for process in (child, *_children(child))]
+
+
+def _kilobytes(path: Path, *names: str) -> int:
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:  # it has just ended
+        return 0
+    return sum(int(words[1]) for words in lines if words and words[0] in names)
 
 
 def _memory(pid: int) -> int:
-    """Proportional set size of a process and its children, in bytes: shared pages count once."""
-    total = 0
-    for process in _tree(pid):
-        try:
-            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) * 1024
-        except OSError:
-            continue
-    return total
+    """Bytes in memory: all of the process, and what its children do not share with anybody."""
+    own = _kilobytes(Path(f"/proc/{pid}/status"), "VmRSS:")
+    private = ("Private_Clean:", "Private_Dirty:")
+    others = sum(_kilobytes(Path(f"/proc/{child}/smaps_rollup"), *private) for child in _children(pid))
+    return 1024 * (own + others)
 
 
 def measure(arm: str) -> dict[str, Any]:

@@ -5,6 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is not a failure; the time limit of each test is pytest's.
+settings.register_profile("oelm", deadline=None)
+settings.load_profile("oelm")
 
 
 def _folder(variable: str) -> Path:

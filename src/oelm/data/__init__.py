@@ -23,12 +23,14 @@ from oelm.data.dataset import Dataset
 from oelm.data.preparation import prepare
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import IGNORE, Split, Store, open_store
+from oelm.data.tokenizer import Encoder
 
 __all__ = [
     "IGNORE",
     "TASKS",
     "Choice",
     "Dataset",
+    "Encoder",
     "Epoch",
     "Packed",
     "Padded",

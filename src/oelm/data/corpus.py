@@ -114,7 +114,7 @@ def write_corpus(dataset: Dataset, tokenizer: Any, folder: Path, show: bool) -> 
         streams = {
             split: _Stream(writer, encoder, boundary, dataset.separate) for split, writer in writers.items()
         }
-        with progress(f"tokenising {dataset.name}", 0, "documents", show) as advance:
+        with progress(f"tokenising {dataset.name}", None, "rows", show) as advance:
             for split, text in documents(dataset):
                 streams[split].add(text)
                 advance(1)

@@ -132,11 +132,13 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
                     f"{part.source.where(first + i)}: column {part.columns[role]!r} holds "
                     f"{type(word).__name__} {str(word)[:30]!r} where text was expected"
                 )
-            if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
+            try:
+                word.encode()
+            except UnicodeEncodeError:
                 raise UserError(
                     f"{part.source.where(first + i)}: column {part.columns[role]!r} holds half a surrogate "
                     "pair, which is not text; repair the file's encoding"
-                )
+                ) from None
 
 
 def training_rows(dataset: Dataset) -> tuple[list[Part], Array, Array, Array]:

@@ -14,7 +14,7 @@ from typing import Any
 from oelm.errors import UserError
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
-CHUNK_ROWS = 128
+CHUNK_ROWS = 256
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 

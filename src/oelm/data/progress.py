@@ -9,8 +9,8 @@ QUIET_SECONDS = 10.0  # between two lines where there is no terminal; short work
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int, unit: str, show: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`."""
+def progress(label: str, total: int | None, unit: str, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`; `total` is None where nobody can know it."""
     if not show:
         yield lambda n: None
     elif sys.stderr.isatty():
@@ -21,7 +21,7 @@ def progress(label: str, total: int, unit: str, show: bool = True) -> Iterator[C
 
 
 @contextlib.contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -31,7 +31,7 @@ def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda n: bar.advance(task, n)
 
 
-def _lines(label: str, total: int, unit: str) -> Callable[[int], None]:
+def _lines(label: str, total: int | None, unit: str) -> Callable[[int], None]:
     started = last = time.monotonic()
     done = 0
 
@@ -42,7 +42,7 @@ def _lines(label: str, total: int, unit: str) -> Callable[[int], None]:
         if now - last >= QUIET_SECONDS:
             last = now
             rate = done / (now - started)
-            left = f", {max(total - done, 0) / rate:.0f} s left" if total else ""
-            print(f"{label}: {done:,} of {total:,} {unit}, {rate:,.0f} a second{left}", file=sys.stderr)
+            of, left = (f" of {total:,}", f", {(total - done) / rate:.0f} s left") if total else ("", "")
+            print(f"{label}: {done:,}{of} {unit}, {rate:,.0f} a second{left}", file=sys.stderr)
 
     return advance

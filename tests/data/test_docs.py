@@ -1,0 +1,52 @@
+"""docs/data.md: every command and the program in it run as they stand."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from oelm import cli
+from tests.data.made import labelled
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def _commands() -> list[str]:
+    return [line for block in _blocks("sh") for line in block.splitlines()]
+
+
+def _run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+def test_the_commands_for_a_file_and_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    labelled(tmp_path / "my.csv", 400)
+    commands = [command for command in _commands() if "my.csv" in command]
+    assert len(commands) == 3
+    for command in commands:
+        assert _run(command, monkeypatch) == 0, command
+    for program in _blocks("python"):
+        exec(compile(program, "docs/data.md", "exec"), {})
+
+
+def test_the_commands_for_tasks(data_dir: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = [command for command in _commands() if "my.csv" not in command]
+    assert len(commands) == 4
+    for command in commands:
+        assert _run(command, monkeypatch) == 0, command
+
+
+def test_every_task_is_on_the_page() -> None:
+    from oelm.data import TASKS
+
+    assert [name for name in TASKS if name not in PAGE] == []
