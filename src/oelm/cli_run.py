@@ -92,7 +92,7 @@ def resolve_config(
     experiment: str | None, file: Path | None, flags: dict[str, Any], assignments: list[str]
 ) -> "RunConfig":
     """What is asked for, from the general to the particular: experiment, file, flags, --set."""
-    from oelm.config import from_assignment, make_config, merge, nest, read_toml
+    from oelm.config import from_assignment, make_config, merge, nest, read_toml, update
 
     values: dict[str, Any] = {}
     if experiment is not None:
@@ -101,10 +101,10 @@ def resolve_config(
         merge(values, experiment_config(experiment).to_dict())
     if file is not None:
         values = merge(values, read_toml(file))
-    for path, value in flags.items():
-        merge(values, nest(path, value))
-    for text in assignments:
-        merge(values, from_assignment(text))
+    particular: dict[str, Any] = {}  # together, so that --steps and --epochs contradict each other
+    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
+        update(particular, part)
+    merge(values, particular)
     return make_config(values, str(file) if file is not None else "options")
 
 
@@ -215,8 +215,8 @@ def audit(run: Run, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(checked.to_dict()))
         return
     typer.echo(
-        f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, bit "
-        f"for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
+        f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
+        f"bit for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
         f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
     )
 

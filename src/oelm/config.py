@@ -234,17 +234,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over`, section by section, in place.
+    """`base` overridden by `over`, in place.
 
     The two ways to say how long and how large a batch exclude each other: naming one drops the other.
     """
     for one, other in (("steps", "epochs"), ("batch_size", "batch_tokens")):
         for given, replaced in ((one, other), (other, one)):
-            if given in over and replaced not in over:
-                base.pop(replaced, None)
+            training = over.get("training", {})
+            if given in training and replaced not in training:
+                base.get("training", {}).pop(replaced, None)
+    return update(base, over)
+
+
+def update(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`, table by table, in place."""
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            merge(base[key], value)
+            update(base[key], value)
         else:
             base[key] = dict(value) if isinstance(value, Mapping) else value
     return base

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from transformers.utils.logging import disable_progress_bar
 
 from oelm.config import RunConfig
 from oelm.training.objective import Objective
@@ -182,6 +183,7 @@ def save_model(session: "Session", results: dict[str, Any]) -> None:
     final = session.folder.path / "model"
     beside = session.folder.path / ".model.part"
     shutil.rmtree(beside, ignore_errors=True)
+    disable_progress_bar()  # transformers' own; ours shows what matters
     session.raw.save_pretrained(beside)
     session.store.tokenizer().save_pretrained(beside)
     (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")

@@ -55,7 +55,7 @@ def run_status(folder: Path) -> RunStatus:
     lines = tail(folder / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
-    last = steps[-1] if steps else {"step": 0, "of": 0, "loss": None, "train_time_s": 0.0}
+    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "of": 0, "loss": None, "train_time_s": 0.0}
     running = is_locked(folder)
     status = "running" if running else results.get("status", "unfinished")
     left = None

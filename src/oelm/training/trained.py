@@ -11,6 +11,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 import oelm.gpt  # registers the reference GPT
 from oelm.atomic import read_json
@@ -68,7 +69,7 @@ class Trained:
             )
             raise UserError(f"{path} {what}")
         self.device = PartialState().device
-        self.model: Any = _load_model(self.folder).to(self.device).eval()  # type: ignore[arg-type]
+        self.model: Any = _load_model(self.folder).to(self.device).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
 
     @property
@@ -182,6 +183,7 @@ class Trained:
 
 
 def _load_model(folder: Path) -> PreTrainedModel:
+    disable_progress_bar()  # loading takes a moment only
     config = transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "oelm", None):
         return load(str(folder), dtype=torch.float32)
