@@ -128,6 +128,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert not [path for path in cache.rglob("*") if path.suffix != ".lock" and path.name != "stores"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rte"], "rte cannot be loaded from the hub"),
+        (["x.csv", "--text", "body", "--label", "topic", "--tokenizer", "gpt2"], "set OELM_TOKENIZER_DIR"),
+    ],
+)
+def test_without_a_network_one_line_says_what_to_do(tmp_path: Path, arguments: list[str], said: str) -> None:
+    labelled(tmp_path / "x.csv")
+    environment = {k: v for k, v in os.environ.items() if k not in ("OELM_DATA_DIR", "OELM_TOKENIZER_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "oelm", "data", "inspect", *arguments],
+        env=environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")},
+        cwd=tmp_path, text=True, capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert said in done.stderr
+
+
 def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
     path = write_csv(
         tmp_path / "x.csv", ["text", "label"], [[f"{i} some words " * 300, i % 2] for i in range(4_000)]
