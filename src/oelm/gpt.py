@@ -14,11 +14,13 @@ models that differ in one tensor share all the others bit for bit:
 Shapes in comments: B texts, T positions, S positions seen (T plus cached), C = d_model, H heads, D = C / H.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -48,6 +50,11 @@ from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
 
+# Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
+# cuDNN 9.19). Trained Q/K reach that, frozen orthonormal ones do not, so it would decide comparisons.
+MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class SelfAttention(nn.Module):
     def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
         super().__init__()
@@ -72,7 +79,8 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
         dropout = self.attention_dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+        with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
