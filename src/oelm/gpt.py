@@ -49,7 +49,6 @@ from oelm.gpt_config import OelmGPTConfig
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
-
 # Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
 # cuDNN 9.19). Trained Q/K reach that, frozen orthonormal ones do not, so it would decide comparisons.
 MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -88,7 +88,9 @@ def _run(session: Session) -> None:
     plan.check(session.state.num_processes * training.accumulate)
     random = has_dropout(session.raw)
     session.model.train()
-    recent: list[tuple[Tensor, np.ndarray]] = []  # losses not looked at yet: looking waits for the GPU
+    recent: list[
+        tuple[Tensor, Tensor, np.ndarray]
+    ] = []  # losses not looked at yet: looking waits for the GPU
     started = time.perf_counter()
     done_before = progress.step
     for epoch, k, batches in plan.schedule(progress.step):
@@ -96,7 +98,7 @@ def _run(session: Session) -> None:
             break
         began = time.perf_counter()
         loss, norm, tokens = _step(session, epoch, k, batches, random)
-        recent.append((loss, batches.batch(k)))
+        recent.append((loss, norm, batches.batch(k)))
         progress.step += 1
         progress.samples += len(batches.batch(k))
         progress.tokens += tokens
@@ -158,22 +160,29 @@ def _step(session: Session, epoch: int, k: int, batches: Any, random: bool) -> t
     return summed, norm, tokens
 
 
-def _check_finite(session: Session, recent: list[tuple[Tensor, np.ndarray]]) -> float:
-    """The newest loss over all processes; a loss that is not finite ends the run with its step and items."""
-    values = [float(loss) for loss, _ in recent]
+def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarray]]) -> float:
+    """The newest loss over all processes. The first loss or gradient that is not finite ends the run.
+
+    Only a loss scaler (fp16) lives with infinite gradients: it skips the step.
+    """
     first = session.progress.step - len(recent) + 1
-    for offset, value in enumerate(values):
-        if parallel.anyone(not math.isfinite(value), session.state):
-            items = recent[offset][1]
+    value = 0.0
+    for offset, (loss, norm, items) in enumerate(recent):
+        value = float(loss)
+        found = {"loss": value} if session.scaler.is_enabled() else {"loss": value, "gradient": float(norm)}
+        bad = next(
+            (f"the {name} is {number}" for name, number in found.items() if not math.isfinite(number)), None
+        )
+        if parallel.anyone(bad is not None, session.state):
             ids = session.store["train"].ids[items].tolist() if session.store.kind != "lm" else items.tolist()
             last = session.checkpoints.index().get("last", "none")
             raise RunError(
-                f"the loss is {value} at step {first + offset}; items of that batch: {ids[:16]}"
-                f"{' ...' if len(ids) > 16 else ''}; the last good checkpoint is {last}; "
-                "try a lower learning rate"
+                f"{bad or 'another process met a number that is not finite'} at step {first + offset}; "
+                f"items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; the last good checkpoint is "
+                f"{last}; try a lower learning rate"
             )
     recent.clear()
-    return parallel.total(values[-1], session.state)
+    return parallel.total(value, session.state)
 
 
 def _log_step(session: Session, epoch: float, loss: float, norm: Tensor) -> None:

@@ -89,7 +89,7 @@ def start_session(
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
     training = config.training
     precision, warning = parallel.resolve_precision(training.precision, state.device)
-    # Masked cuDNN attention gives NaN gradients for large scores (see gpt.MASKED_KERNELS); this is for all others.
+    # Masked cuDNN attention gives NaN gradients for large scores: gpt.MASKED_KERNELS; this is for others.
     torch.backends.cuda.enable_cudnn_sdp(False)
     raw.to(state.device)
     if training.gradient_checkpointing:
