@@ -110,15 +110,14 @@ def resolve_config(
 
 def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
     """Prepare the data (one process does, the others wait), then train."""
-    from accelerate import PartialState
-
     from oelm.method import Method
     from oelm.training.build import default_model
     from oelm.training.loop import train as train_run
+    from oelm.training.parallel import process_state
     from oelm.training.trained import choice_of
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
-    state = PartialState()
+    state = process_state()
     config.model.name = config.model.name or default_model(state.device)
     choice = choice_of(config.task, config.model.name)
     with state.main_process_first():

@@ -76,11 +76,11 @@ class _PackedProduct(torch.autograd.Function):
 
 
 class FusedWeights:
-    """The fused weight and bias, kept while no gradient is wanted and no part changes.
+    """The fused weight and bias, kept from token to token while a text is generated.
 
-    Without this, generating a text would put the matrices together again for every token. A change shows
-    in a tensor's version, except one by a fused optimizer; but no optimizer steps without a forward pass
-    with gradients, and that forgets what was kept.
+    Without this, the matrices would be put together again for every token. They are kept for calls of one
+    position without gradients only, and forgotten at any other call: an optimizer or FSDP may change a
+    parameter without a trace in its version, but not between two such calls.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def packed_linear(
 ) -> Tensor:
     """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
     if kept is not None and not torch.compiler.is_compiling():
-        if not torch.is_grad_enabled():
+        if x.shape[-2] == 1 and not torch.is_grad_enabled():
             return F.linear(x, *kept.get(parts, heads, layout))
         kept.value = None
     weights = [part.weight for part in parts]

@@ -58,6 +58,17 @@ def capture(
     return parameters, moments
 
 
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as a whole model would give it; what is tied stays one tensor."""
+    found: dict[int, Tensor] = {}
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in found:
+            found[id(value)] = whole(value)
+        state[name] = found[id(value)]
+    return state
+
+
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Put a checkpoint's values where they came from, sharded as the model is."""
     with torch.no_grad():

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 
 from oelm.training.objective import Measured, Objective
+from oelm.training.parallel import process_state
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
@@ -21,7 +21,7 @@ def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) 
     Every process takes its share of every batch. Where a batch has fewer items than there are processes,
     the others run one item for company (sharded models need everyone) and throw the result away.
     """
-    state = PartialState()
+    state = process_state()
     plan = objective.plan(split, None, max(TOKENS, _longest(objective, split)), None)
     epoch = plan.epoch()
     training = model.training

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from oelm.audit import audit
@@ -21,7 +20,7 @@ from oelm.data import Store
 from oelm.errors import AuditError, Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
-from oelm.training.checkpoint import Checkpoint, capture, restore
+from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
@@ -46,7 +45,7 @@ def train(
     signal or `stop_after` seconds (everything is saved, start again to go on), `RunError` where going on
     makes no sense, `UserError` where the run cannot start.
     """
-    state = PartialState()
+    state = parallel.process_state()
     if config.model.name is None:
         config.model.name = default_model(state.device)
     objective = make_objective(
@@ -178,8 +177,8 @@ def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarra
             last = session.checkpoints.index().get("last", "none")
             raise RunError(
                 f"{bad or 'another process met a number that is not finite'} at step {first + offset}; "
-                f"items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; the last good checkpoint is "
-                f"{last}; try a lower learning rate"
+                f"items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
+                f"the last good checkpoint is {last}; try a lower learning rate"
             )
     recent.clear()
     return parallel.total(value, session.state)
@@ -273,6 +272,7 @@ def _finish(session: Session) -> dict[str, Any]:
     restore(session.checkpoints.load_best(), session.raw, None)
     checked = audit(session.raw, session.before)
     tested = evaluate(session.model, session.objective, "test", session.autocast)
+    weights = full_state(session.raw)  # every process takes part: shards are gathered
     if not session.main:
         return {}
     folder = session.folder
@@ -280,7 +280,7 @@ def _finish(session: Session) -> dict[str, Any]:
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": session.before.to_dict()})
     folder.write("timing_stats.json", results.timing(session.step_times, session.progress.eval_time_s))
     final = results.completed(session, tested.metrics)
-    results.save_model(session, final)
+    results.save_model(session, final, weights)
     folder.write("results.json", final)
     return final
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,6 +16,15 @@ from transformers import PreTrainedModel
 from oelm.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def process_state() -> PartialState:
+    """Accelerate's view of the processes and the device of this one.
+
+    Without a GPU it has to be told so: otherwise processes started by torchrun do not find each other, and
+    each takes itself for the only one.
+    """
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
 
 
 def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:

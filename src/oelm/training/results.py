@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from oelm.config import RunConfig
@@ -178,13 +179,13 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
     return flat
 
 
-def save_model(session: "Session", results: dict[str, Any]) -> None:
+def save_model(session: "Session", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
     final = session.folder.path / "model"
     beside = session.folder.path / ".model.part"
     shutil.rmtree(beside, ignore_errors=True)
     disable_progress_bar()  # transformers' own; ours shows what matters
-    session.raw.save_pretrained(beside)
+    session.raw.save_pretrained(beside, state_dict=weights)
     session.store.tokenizer().save_pretrained(beside)
     (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate import PartialState
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,7 +23,7 @@ from oelm.errors import UserError
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.objective import Classification, make_objective
-from oelm.training.parallel import autocast_of, resolve_precision
+from oelm.training.parallel import autocast_of, process_state, resolve_precision
 
 TEXTS = 32  # per batch of predictions
 
@@ -68,7 +67,7 @@ class Trained:
                 else "is neither a run nor a saved model"
             )
             raise UserError(f"{path} {what}")
-        self.device = PartialState().device
+        self.device = process_state().device
         self.model: Any = _load_model(self.folder).to(self.device).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
 

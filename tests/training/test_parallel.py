@@ -1,0 +1,152 @@
+"""One process, two processes, two micro-batches, sharded: the same losses, step by step."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import oelm
+from oelm.config import make_config
+from oelm.data import Choice
+from oelm.data.writer import copy_store
+from oelm.training.loop import train
+
+ROOT = Path(__file__).parents[2]
+GOOD, BAD = ["fine", "lovely", "great", "bright"], ["dull", "poor", "weak", "grey"]
+
+
+def rows(n: int) -> str:
+    """Texts of very unequal length whose label is in their words."""
+    draw = random.Random(0)
+    lines = ["text,label"]
+    for i in range(n):
+        words = [draw.choice(GOOD if i % 2 else BAD) for _ in range(draw.choice([1, 2, 5, 30]))]
+        lines.append(f"{' '.join(words)} {i},{'pos' if i % 2 else 'neg'}")
+    return "\n".join(lines)
+
+
+def config(**training):
+    fields = {
+        "lr": 1e-3,
+        "steps": 12,
+        "batch_size": 12,
+        "eval_every": 6,
+        "save_every": 6,
+        "log_every": 1,
+        "seed": 1,
+    }
+    return {
+        "task": {"data": "store", "max_length": 64},
+        "model": {"name": "gpt-tiny"},
+        "method": {"name": "oelm"},
+        "training": fields | {"seed": 1} | training,
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All ways of running it: alone here, and the others together in one pair of processes."""
+    root = tmp_path_factory.mktemp("parallel")
+    (root / "texts.csv").write_text(rows(240))
+    choice = Choice(str(root / "texts.csv"), tokenizer="train:300", max_length=64)
+    store = copy_store(choice.store(cache=root / "cache"), root / "store")
+    xl = {"num_layers": 48, "num_heads": 25, "d_model": 50, "d_ff": 64, "num_labels": 2}
+    deep = oelm.OelmGPTConfig(vocab_size=store.vocab_size, max_position_embeddings=64, **xl)
+    oelm.OelmGPTForSequenceClassification(deep).save_pretrained(root / "deep")
+    ways = {
+        "ddp": config(),
+        "ddp-accumulate": config(accumulate=2),
+        "fsdp": config(fsdp=True),
+        "fsdp-accumulate": config(fsdp=True, accumulate=2),
+        "fsdp-deep": config(fsdp=True, gradient_checkpointing=True, steps=3, eval_every=3, save_every=3),
+    }
+    ways["fsdp-deep"]["model"] = {"name": str(root / "deep")}
+    for name, values in ways.items():
+        (root / f"{name}.json").write_text(json.dumps(make_config(values).to_dict()))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    script = Path(__file__).with_name("two_processes.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = subprocess.run(
+        [*launch, "--standalone", str(script), str(root)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[:6000]
+    for name, values in (("alone", config()), ("alone-accumulate", config(accumulate=2))):
+        train(make_config(values), store, root / name, show=False)
+    return root
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("way", ["alone-accumulate", "ddp", "ddp-accumulate", "fsdp", "fsdp-accumulate"])
+def test_losses_agree(runs, way):
+    alone, other = losses(runs / "alone"), losses(runs / way)
+    assert len(other) == 12
+    assert other == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < 0.9 * alone[0], "and something is learned"
+
+
+@pytest.mark.parametrize("way", ["alone-accumulate", "ddp", "ddp-accumulate", "fsdp", "fsdp-accumulate"])
+def test_results_agree(runs, way):
+    """Evaluation counts every item once, whatever the number of processes, and the trained weights agree."""
+    alone, other = (json.loads((runs / name / "results.json").read_text()) for name in ("alone", way))
+    assert other["status"] == "completed"
+    for split in ("best", "test"):
+        for metric, value in alone[split]["metrics"].items():
+            if metric == "confusion":
+                assert other[split]["metrics"][metric] == value
+            else:
+                assert other[split]["metrics"][metric] == pytest.approx(value, abs=1e-4)
+    assert (other["samples"], other["steps"]) == (alone["samples"], alone["steps"])
+    weights, others = (load_file(runs / name / "model" / "model.safetensors") for name in ("alone", way))
+    for key, value in weights.items():
+        torch.testing.assert_close(others[key], value, rtol=0, atol=2e-3)
+    frozen = [key for key in weights if "q_proj" in key or "k_proj" in key]
+    assert all(torch.equal(weights[key], others[key]) for key in frozen)
+
+
+def test_what_is_sharded_really_is(runs):
+    for rank in ("0", "1"):
+        kinds = json.loads((runs / "kinds" / rank).read_text())
+        assert kinds["ddp"] == ["DistributedDataParallel", "Parameter"]
+        for way in ("fsdp", "fsdp-accumulate", "fsdp-deep"):
+            assert "DTensor" in kinds[way]
+            assert "Parameter" not in kinds[way]
+
+
+def test_gpt2_xls_depth_trains_sharded_with_checkpointing(runs):
+    results = json.loads((runs / "fsdp-deep" / "results.json").read_text())
+    assert results["status"] == "completed"
+    assert results["parameters"]["frozen"] == 48 * 2 * 50 * 50
+    oelm.audit(oelm.load(runs / "fsdp-deep" / "model"))
+
+
+def test_sharding_needs_processes(runs, tmp_path):
+    from oelm.data import open_store
+
+    with pytest.raises(oelm.UserError, match="start with torchrun"):
+        train(make_config(config(fsdp=True)), open_store(runs / "store"), tmp_path / "x", show=False)
+
+
+def test_a_batch_too_small_for_all_is_refused(runs, tmp_path):
+    from oelm.data import open_store
+
+    with pytest.raises(oelm.UserError, match="too few for 16"):
+        train(make_config(config(accumulate=16)), open_store(runs / "store"), tmp_path / "x", show=False)
