@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from oelm.gpt_config import gpt_config
 from oelm.data.catalogue import LM, TASKS
 from oelm.errors import UserError
 from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.gpt_config import gpt_config
 from oelm.method import get_method
 from oelm.study.catalogue import experiment_config, get_experiment, list_experiments
 
