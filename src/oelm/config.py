@@ -287,11 +287,11 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    # TOML's strings, numbers and booleans are JSON's, with one exception: no surrogate pairs in escapes.
-    return json.dumps(value, ensure_ascii=False)
+    # TOML's strings, numbers and booleans are JSON's, but for one character and surrogate pairs in escapes.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
