@@ -1,0 +1,173 @@
+"""The verbs of a run as a user types them, one after another, on a file of the user's own."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from oelm import cli
+from tests.training.test_parallel import rows
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cli")
+    (root / "mine.csv").write_text(rows(300))
+    return root
+
+
+@pytest.fixture
+def oelm_cli(world, monkeypatch, capsys):
+    """Call the command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("OELM_CACHE_DIR", str(world / "cache"))
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["oelm", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+TRAIN = (
+    "train", "--data", "mine.csv", "--method", "oelm", "--lr", "3e-3", "--steps", "60", "--max-length", "48",
+    "--tokenizer", "train:300", "--set", "training.eval_every=30",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(oelm_cli, world):
+    if not (world / "runs" / "a").exists():
+        code, out, err = oelm_cli(*TRAIN, "--out", "runs/a")
+        assert code == 0, err
+        assert "oelm on mine: test accuracy" in out
+        assert "majority: 0.5" in out
+    return world / "runs" / "a"
+
+
+def test_train_leaves_the_promised_folder(run):
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.toml", "metrics.jsonl", "results.json", "timing_stats.json", "freeze_audit.json",
+        "environment.json", "predictions.npz", "checkpoints", "lock", "model",
+    }  # fmt: skip
+    results = json.loads((run / "results.json").read_text())
+    promised = {
+        "schema", "status", "experiment", "task", "method", "model", "seed", "lr", "parameters", "best",
+        "final", "test", "total_time_s", "train_time_s", "steps", "samples", "tokens", "texts_per_s",
+        "peak_memory_bytes", "references", "warnings",
+    }  # fmt: skip
+    assert promised <= set(results)
+    assert set(results["parameters"]) == {"total", "trainable", "frozen"}
+    assert results["test"]["metrics"]["accuracy"] > 0.9
+    assert {"steps_measured", "mean_s", "median_s", "validation_time_s"} <= set(
+        json.loads((run / "timing_stats.json").read_text())
+    )
+    card = (run / "model" / "README.md").read_text()
+    assert "method `oelm`" in card and "65,536 of" in card
+
+
+def test_the_model_loads_with_plain_transformers(run):
+    from transformers import pipeline
+
+    classify = pipeline("text-classification", model=str(run / "model"))
+    assert classify("fine lovely great")[0]["label"] == "pos"
+
+
+def test_predict(oelm_cli, run, world):
+    (world / "lines.txt").write_text("fine great\ndull grey weak\n")
+    code, out, _ = oelm_cli("predict", run, world / "lines.txt")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [a["label"] for a in answers] == ["pos", "neg"]
+    assert all(
+        abs(sum(a["scores"].values()) - 1) < 1e-5 and a["score"] == max(a["scores"].values()) for a in answers
+    )
+    (world / "lines.txt").write_text("fine\n\n")
+    code, _, err = oelm_cli("predict", run, world / "lines.txt")
+    assert (code, "line 2 is empty" in err) == (2, True)
+
+
+def test_evaluate_and_audit(oelm_cli, run):
+    code, out, _ = oelm_cli("evaluate", run, "--split", "validation")
+    best = json.loads((run / "results.json").read_text())["best"]["metrics"]
+    assert code == 0
+    assert json.loads(out)["metrics"]["accuracy"] == best["accuracy"]
+    code, out, _ = oelm_cli("audit", run)
+    assert code == 0
+    assert "clean. 65,536 parameters in 4 tensors" in out
+
+
+def test_status_and_logs(oelm_cli, run):
+    code, out, _ = oelm_cli("status", "--json")
+    (status,) = (s for s in json.loads(out) if s["folder"].endswith("a"))
+    assert (code, status["status"], status["step"], status["of"]) == (0, "completed", 60, 60)
+    code, out, _ = oelm_cli("status")
+    assert "completed" in out and "60/60" in out
+    code, out, _ = oelm_cli("logs", run)
+    assert out.count("validation loss") == 2
+    assert "step 60/60: loss" in out
+
+
+def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
+    """From another process: status says running, a second writer is refused, logs -f follows to the end."""
+    words = [w if w != "60" else "100000" for w in TRAIN]
+    long, log = [sys.executable, "-m", "oelm"], world / "runs" / "long" / "metrics.jsonl"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*long, *words, "--out", "runs/long"], cwd=world, stderr=pipe, text=True
+    ) as process:
+        try:
+            while not log.exists() or len(log.read_text().splitlines()) < 4:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.1)
+            (status,) = json.loads(oelm_cli("status", "runs/long", "--json")[1])
+            assert status["status"] == "running"
+            assert status["of"] == 100000 and status["left_s"] > 0
+            code, _, err = oelm_cli(*words, "--out", "runs/long")
+            assert code == 2 and "in use by another process" in err
+            follow = [*long, "logs", "runs/long", "-f"]
+            with subprocess.Popen(follow, cwd=world, stdout=pipe, text=True) as follower:
+                assert follower.stdout.readline().startswith("step 10/100000: loss")
+                process.terminate()
+                follower.communicate(timeout=60)  # ends by itself when the run does
+            assert "everything is saved" in process.communicate(timeout=60)[1]
+            assert process.returncode == 75
+        finally:
+            process.kill()
+    (status,) = json.loads(oelm_cli("status", "runs/long", "--json")[1])
+    assert status["status"] == "interrupted"
+    assert "SIGTERM" in status["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("predict", "nowhere"), "nowhere is neither a run nor a saved model"),
+        (("audit", "runs"), "runs is neither a run nor a saved model"),
+        (("logs", "runs"), "runs is not a run"),
+        (("status", "nowhere"), "nowhere: no such folder"),
+        (("train",), "name one of task.name"),
+        (("train", "--task", "imdb", "--data", "x.csv"), "name one of task.name"),
+        (("train", "GPT-99"), "GPT-99"),
+        (("train", "--data", "mine.csv", "--method", "olem"), "unknown method 'olem'"),
+        (("train", "--data", "mine.csv", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
+        (("train", "--data", "mine.csv", "--stop-after", "soon"), "write 90s, 9m or 2h"),
+        (("train", "--data", "mine.csv", "--set", "training.trackers=['nope']"), "unknown tracker 'nope'"),
+    ],
+)
+def test_mistakes(oelm_cli, run, world, words, message):
+    before = set(world.glob("runs/*"))
+    code, _, err = oelm_cli(*words)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1 or "note:" in err
+    assert set(world.glob("runs/*")) == before, "nothing half-written"

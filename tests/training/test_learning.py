@@ -1,0 +1,121 @@
+"""Every kind of task really learns, on real data, on a CPU, in moments."""
+
+import json
+
+import numpy as np
+import pytest
+
+from oelm.config import make_config
+from oelm.data import Choice
+from oelm.training.loop import train
+from oelm.training.trained import Trained
+
+
+def run(task, out, data_dir, cache, *, train_size=None, max_length=64, tokenizer="train:4096", **training):
+    choice = Choice(
+        task, data_dir=data_dir, train_size=train_size, tokenizer=tokenizer, max_length=max_length
+    )
+    store = choice.store(cache=cache)
+    values = {
+        "task": {"name": task, "data_dir": str(data_dir), "train_size": train_size, "max_length": max_length},
+        "model": {"name": "gpt-tiny"},
+        "method": {"name": "oelm"},
+        "training": {"lr": 2e-3, "batch_size": 32, "eval_every": training["steps"]} | training,
+    }
+    config = make_config({k: {a: b for a, b in v.items() if b is not None} for k, v in values.items()})
+    return train(config, store, out, show=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "train_size", "steps", "lr", "least"),
+    [
+        ("sst2", 20_000, 400, 2e-3, 0.65),
+        ("ag_news", 8_000, 250, 2e-3, 0.70),
+        ("snli", 30_000, 700, 1e-3, 0.46),
+    ],
+)
+def test_classification_beats_the_majority_class_by_far(
+    task, train_size, steps, lr, least, data_dir, tmp_path
+):
+    results = run(
+        task, tmp_path / "run", data_dir, tmp_path / "cache", train_size=train_size, steps=steps, lr=lr
+    )
+    majority = results["references"]["majority"]["test"]["accuracy"]
+    assert results["test"]["metrics"]["accuracy"] > least > majority + 0.1
+    assert not results["at_chance"]
+    assert results["references"]["tfidf_logreg"]["test"]["accuracy"] > majority
+    saved = np.load(tmp_path / "run" / "predictions.npz")
+    assert (saved["predictions"] == saved["labels"]).mean() == results["test"]["metrics"]["accuracy"]
+    assert len(set(saved["ids"].tolist())) == len(saved["ids"])
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+
+
+def test_what_was_recorded_is_what_the_saved_model_does(data_dir, tmp_path):
+    """The run's own numbers, found again by a fresh load of its model: the oracle for everything between."""
+    results = run(
+        "sst2", tmp_path / "run", data_dir, tmp_path / "cache", train_size=3_000, steps=30, eval_every=10
+    )
+    trained = Trained(tmp_path / "run")
+    for split, recorded in (("validation", results["best"]), ("test", results["test"])):
+        again = trained.evaluate(split)["metrics"]
+        assert again["accuracy"] == recorded["metrics"]["accuracy"]
+        assert again["loss"] == pytest.approx(recorded["metrics"]["loss"], rel=1e-5)
+    checked = trained.audit()
+    assert checked.frozen_parameters == results["parameters"]["frozen"] == 65_536
+
+
+def test_a_language_model_beats_unigrams(data_dir, tmp_path):
+    sizes = {"tokenizer": "train:1024", "steps": 150, "batch_size": 16, "lr": 4e-3}
+    results = run("wikitext-2", tmp_path / "run", data_dir, tmp_path / "cache", **sizes)
+    unigram = results["references"]["unigram"]
+    assert results["best"]["metrics"]["perplexity"] < 0.8 * unigram["validation"]["perplexity"]
+    assert results["test"]["metrics"]["bits_per_byte"] < unigram["test"]["bits_per_byte"]
+    text = Trained(tmp_path / "run").generate("The film", 20, temperature=0.8, top_k=20, seed=1)
+    assert text == Trained(tmp_path / "run").generate("The film", 20, temperature=0.8, top_k=20, seed=1)
+    assert len(text.split()) > 3
+
+
+def test_tagging_beats_the_most_frequent_tag_of_each_word(data_dir, tmp_path):
+    results = run(
+        "ptb-pos", tmp_path / "run", data_dir, tmp_path / "cache", max_length=96, steps=300, lr=4e-3
+    )
+    reference = results["references"]["most_frequent_tag"]["test"]["token_accuracy"]
+    assert results["test"]["metrics"]["token_accuracy"] > 0.75
+    assert reference > 0.8, "and the reference it has to beat is no straw man"
+
+
+def test_answers_are_learned(tmp_path):
+    """SQuAD's schema: the answer is the word after a marker, at a place that varies."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw = np.random.default_rng(0)
+    names = ["red", "blue", "green", "white", "black", "brown"]
+
+    def rows(n):
+        found = {"id": [], "question": [], "context": [], "answers": []}
+        for i in range(n):
+            answer = str(draw.choice(names))
+            before = " ".join(["so"] * int(draw.integers(0, 8)))
+            context = f"{before} the colour is {answer} and that is {i}".strip()
+            found["id"].append(str(i))
+            found["question"].append("which colour ?")
+            found["context"].append(context)
+            found["answers"].append({"text": [answer], "answer_start": [context.index(answer)]})
+        return pa.table(found)
+
+    (tmp_path / "data" / "squad").mkdir(parents=True)
+    pq.write_table(rows(600), tmp_path / "data" / "squad" / "train.parquet")
+    pq.write_table(rows(80), tmp_path / "data" / "squad" / "validation.parquet")
+    results = run(
+        "squad",
+        tmp_path / "run",
+        tmp_path / "data",
+        tmp_path / "cache",
+        max_length=48,
+        steps=250,
+        batch_size=16,
+        lr=2e-3,
+    )
+    assert results["metric"] == "f1"
+    assert results["test"]["metrics"]["f1"] > 0.8
