@@ -36,6 +36,8 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
         raise UserError("name one of task.name (--task) and task.data (--data)")
     if task.name and task.name not in TASKS:
         raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
+    if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
+        raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
     tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
     return Choice(
         data=str(task.name or task.data),
