@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm.atomic import sync_folder, write_json
 from oelm.data.store import FORMAT, MANIFEST, Store, open_store
 from oelm.errors import UserError
 
@@ -123,12 +123,9 @@ def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str,
     beside.mkdir()
     try:
         meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
-        with (beside / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
+        write_json(beside / MANIFEST, meta)
         beside.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
     except BaseException:  # Ctrl-C too: nothing half-written stays
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -155,11 +152,3 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

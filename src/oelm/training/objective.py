@@ -128,6 +128,17 @@ class Classification(Objective):
         return self.store[split].meta["class_counts"][most] / len(self.store[split])
 
 
+def token_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """The sum over the tokens that count."""
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+
+
 class Language(Objective):
     auto_class = "AutoModelForCausalLM"
 
@@ -152,13 +163,7 @@ class Language(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.inputs, use_cache=False).logits.float()
-        return F.cross_entropy(
-            logits.flatten(0, 1),
-            batch.targets["labels"].flatten(),
-            ignore_index=IGNORE,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        return token_loss(logits, batch.targets["labels"], self.label_smoothing)
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         logits = model(**batch.inputs, use_cache=False).logits.float()
@@ -191,13 +196,7 @@ class Tagging(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.inputs).logits.float()
-        return F.cross_entropy(
-            logits.flatten(0, 1),
-            batch.targets["labels"].flatten(),
-            ignore_index=IGNORE,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        return token_loss(logits, batch.targets["labels"], self.label_smoothing)
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         logits = model(**batch.inputs).logits.float()

@@ -6,8 +6,6 @@ them in the store as `references.json`. A store copied to another machine is eno
 
 import contextlib
 import json
-import os
-import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm.atomic import write_json
 from oelm.data.catalogue import CLASSIFICATION, LM, TOKENS
 from oelm.data.shuffle import permutation
 from oelm.data.store import IGNORE, Split, Store
@@ -250,14 +249,6 @@ def _read_cache(store: Store) -> dict[str, Any]:
 
 
 def _write_cache(folder: Path, known: dict[str, Any]) -> None:
-    """Write beside, fsync, rename. A folder that cannot be written to is fine: then nothing is kept."""
-    beside = folder / f"{CACHE}.{uuid.uuid4().hex}.part"
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(folder / CACHE)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+    """A folder that cannot be written to is fine: then nothing is kept."""
+    with contextlib.suppress(OSError):
+        write_json(folder / CACHE, known)
