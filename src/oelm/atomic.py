@@ -1,20 +1,23 @@
 """Files that are either there whole or not at all: written beside, synced, renamed. And one lock."""
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from oelm.errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader, or a crash at any moment, sees the old text or the new."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Replace a file in one step: a reader, or a crash at any moment, sees the old bytes or the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -22,6 +25,11 @@ def write_text(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -35,6 +43,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def sync_files(folder: Path) -> None:
+    """Bring every file of this folder to the disk: what is renamed next must be whole after a power cut."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ Nothing heavy is imported here: `oelm --help` must not wait for torch.
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from oelm.errors import AuditError, Interrupted, RunError, UserError
 from oelm.version import __version__
 
 REQUEUE = 75  # EX_TEMPFAIL: what schedulers take as "start me again"
+UsageError: Any = typer.BadParameter.__base__  # typer brings its own click and does not show this class
 
 app = typer.Typer(
     name="oelm",
@@ -51,7 +52,12 @@ def demo() -> None:
 def main() -> None:
     """Run the command line: exit code 2 and one line for a user's mistake, no traceback."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        if text := " ".join(error.format_message().split()):  # empty: no arguments, and the help is shown
+            verb = error.ctx.command_path if error.ctx else "oelm"
+            typer.echo(f"oelm: {text.rstrip('.')}; see {verb} --help", err=True)
+        sys.exit(2)
     except UserError as error:
         typer.echo(f"oelm: {error}", err=True)
         sys.exit(2)

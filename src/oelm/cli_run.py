@@ -114,14 +114,18 @@ def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: fl
     from oelm.training.build import default_model
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state
+    from oelm.training.session import stopping
     from oelm.training.trained import choice_of
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
     state = process_state()
     config.model.name = config.model.name or default_model(state.device)
     choice = choice_of(config.task, config.model.name)
-    with state.main_process_first():
+    began = time.monotonic()
+    with stopping(stop_after), state.main_process_first():
         store = choice.store(show_progress=bool(state.is_main_process))
+    if stop_after is not None:  # preparing took some of it
+        stop_after = max(0.001, stop_after - (time.monotonic() - began))
     config.task.tokenizer = store.meta["tokenizer"]["name"]
     return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
 

@@ -6,12 +6,13 @@
                              /state.json             where the run stood
                              /checksums.json         SHA-256 of the three
 
-A folder gets its name only when all of it is on disk, so one that can be seen was written whole.
+A folder gets its name only when all of it is on disk, so one that can be seen was written whole. The index
+is for readers: what is last and best follows from the folders and their states, and a run that was killed
+before the index was written puts it right when it resumes.
 """
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from oelm.atomic import read_json, sync_folder, write_json
+from oelm.atomic import read_json, sync_files, sync_folder, write_json
 from oelm.errors import RunError, UserError
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
+FILES = (MODEL, OPTIMIZER, STATE)
 MARGIN = 64 << 20  # bytes that must stay free beside a checkpoint: the records of the run
 
 
@@ -81,7 +83,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         name, _, moment = key.rpartition("/")
         parameter = names[name]
         placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
-        optimizer.state[parameter][moment] = placed
+        # A copy: what is read from a file may still be that file, and checkpoints are deleted in time.
+        optimizer.state[parameter][moment] = placed.clone()
 
 
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -105,10 +108,10 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.problems: list[str] = []  # broken checkpoints met while looking for a good one
 
-    def save(self, step: int, checkpoint: Checkpoint, best: bool) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and drop those no longer kept. A failure leaves all that was there intact."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{step:08d}"
+        step = checkpoint.state["step"]
+        name = _name(step)
         beside = self.folder / f".{name}.part"
         shutil.rmtree(beside, ignore_errors=True)
         self.check_space(size_of(checkpoint))
@@ -117,15 +120,12 @@ class Checkpoints:
             save_file(checkpoint.model, beside / MODEL)
             save_file(checkpoint.optimizer, beside / OPTIMIZER)
             write_json(beside / STATE, checkpoint.state)
-            write_json(beside / SUMS, {name: _digest(beside / name) for name in (MODEL, OPTIMIZER, STATE)})
-            for path in beside.iterdir():
-                _sync(path)
-            final = self.folder / name
-            shutil.rmtree(final, ignore_errors=True)  # the same step, written again after a resume
-            beside.rename(final)
+            write_json(beside / SUMS, {name: _digest(beside / name) for name in FILES})
+            sync_files(beside)
+            self._drop(self.folder / name)  # the same step, found broken when the run resumed
+            beside.rename(self.folder / name)
             sync_folder(self.folder)
-            index = self.index() | {"last": name} | ({"best": name} if best else {})
-            write_json(self.folder / "index.json", index)
+            self._write_index(checkpoint.state)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
             last = self.index().get("last")
@@ -143,13 +143,44 @@ class Checkpoints:
         """The newest checkpoint that is whole; broken ones are reported in `problems` and passed over."""
         for path in sorted(self.folder.glob("step-*"), reverse=True):
             try:
-                return read_checkpoint(path)
+                found = read_checkpoint(path)
             except UserError as error:
                 self.problems.append(f"{error}; the checkpoint before it is used")
+                continue
+            self._check_best(found.state)
+            return found
+        if self.problems:
+            self.problems.append("no checkpoint is whole: the run starts anew")
         return None
 
-    def load_best(self) -> Checkpoint:
-        return read_checkpoint(self.folder / self.index()["best"])
+    def _check_best(self, state: dict[str, Any]) -> None:
+        """Where the weights of the best evaluation are gone, look for the best anew from this step on.
+
+        A run that falls back to the checkpoint before a best one meets that case: the best before it was
+        deleted when the new one was written. It finds the new one again, as anything here beats less.
+        """
+        best = state.get("best")
+        if best is None or best["step"] == state["step"]:
+            return
+        try:
+            _check(self.folder / _name(best["step"]))
+        except UserError as error:
+            self.problems.append(f"{error}; the best is looked for anew from step {state['step']} on")
+            final = state["final"]
+            state["best"] = final if final and final["step"] == state["step"] else None
+
+    def settle(self, state: dict[str, Any]) -> None:
+        """Finish what a killed process began: the index and the deletions after its last checkpoint."""
+        self._write_index(state)
+        if not self.problems:  # a broken checkpoint stays until another was written in its place
+            self._prune()
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of this step, which must be there."""
+        try:
+            return read_checkpoint(self.folder / _name(step))
+        except UserError as error:
+            raise RunError(f"{error}; start again to go on from a good one") from None
 
     def check_space(self, size: int) -> None:
         """Refuse to start a write that the disk has no room for."""
@@ -161,15 +192,34 @@ class Checkpoints:
                 f"{(size + MARGIN) / 1e6:,.0f} MB; free some space and start again to resume"
             )
 
+    def _write_index(self, state: dict[str, Any]) -> None:
+        best = state.get("best")
+        write_json(
+            self.folder / "index.json",
+            {"last": _name(state["step"])} | ({"best": _name(best["step"])} if best else {}),
+        )
+
     def _prune(self) -> None:
         index = self.index()
-        steps = sorted(path for path in self.folder.glob("step-*"))
-        kept = {index.get("best"), index.get("last"), *(path.name for path in steps[-self.keep :])}
-        for path in steps:
-            if path.name not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(".step-*.part"):  # left by a process that was killed
+        names = sorted(path.name for path in self.folder.glob("step-*"))
+        good = [name for name in names if name <= index["last"]]  # a later one is broken
+        for name in set(names) - {index.get("best"), *good[-self.keep :]}:
+            self._drop(self.folder / name)
+        for path in self.folder.glob(".*.part"):  # left by a process that was killed
             shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+
+    def _drop(self, path: Path) -> None:
+        """Delete a checkpoint. It loses its name first: a kill halfway leaves nothing that looks like one."""
+        if path.exists():
+            gone = self.folder / f".{path.name}.old.part"
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def size_of(checkpoint: Checkpoint) -> int:
@@ -179,22 +229,27 @@ def size_of(checkpoint: Checkpoint) -> int:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint whose checksums are right; anything else is a UserError that says what is wrong."""
-    for name, recorded in read_json(path / SUMS).items():
+    _check(path)
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
+
+
+def _check(path: Path) -> None:
+    try:
+        sums = read_json(path / SUMS)
+    except UserError as error:
+        raise UserError(f"checkpoint {path.name} is broken: {error}") from None
+    if not isinstance(sums, dict) or sorted(sums) != sorted(FILES):
+        raise UserError(f"checkpoint {path.name} is broken: {SUMS} does not name its files")
+    for name, recorded in sums.items():
         try:
             found = _digest(path / name)
         except OSError as error:
             raise UserError(f"checkpoint {path.name} is broken: {name} {error.strerror}") from None
         if found != recorded:
             raise UserError(f"checkpoint {path.name} is broken: {name} does not match its checksum")
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

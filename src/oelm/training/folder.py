@@ -1,5 +1,6 @@
 """A run's folder: who may write it, and the records in it."""
 
+import contextlib
 import json
 import os
 import platform
@@ -23,17 +24,17 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.fresh = False  # nothing of an earlier run is in it
         self._lock: IO[str] | None = None
 
-    def open(self, config: RunConfig, overwrite: bool) -> None:
-        """Take the folder for a run of this configuration: new, or the unfinished one that is there."""
+    def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
+        """Take the folder for a run of this configuration on the data of this fingerprint.
+
+        It is new, or holds an unfinished run of the same. A folder that is not a run is never touched,
+        whatever `overwrite` says.
+        """
         config_file = self.path / "config.toml"
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file, not a folder for a run")
-        if self.path.is_dir() and not config_file.exists() and not overwrite:
-            strangers = [p.name for p in self.path.iterdir() if p.name != "lock"]
-            if strangers:
-                raise UserError(f"{self.path} is not a run (it holds {strangers[0]}); name a new folder")
+        self._check_kind()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self.path / "lock")
@@ -43,15 +44,45 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        for path in self.path.glob(".*.part"):  # left by a process that was killed
+            _delete(path)
         if overwrite:
-            for path in self.path.iterdir():
-                if path.name != "lock":
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            self._clear()
         elif config_file.exists():
-            self._check_resumable(config)
+            self._check_resumable(config, data)
+        self.fresh = not config_file.exists()
         write_text(config_file, to_toml(config.to_dict()))
 
-    def _check_resumable(self, config: RunConfig) -> None:
+    def _check_kind(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file, not a folder for a run")
+        if (self.path / "config.toml").exists():
+            read_config(self.path)
+            return
+        # A run that was killed before it had written its configuration leaves no more than these.
+        ours = [*self.path.glob("lock"), *self.path.glob(".config.toml.*.part")]
+        strangers = [p.name for p in self.path.iterdir() if p not in ours]
+        if strangers:
+            raise UserError(f"{self.path} is not a run (it holds {strangers[0]}); name a new folder")
+
+    def _clear(self) -> None:
+        """Delete a run. Its checkpoints go first and in one step, so that a half-deleted run is not resumed
+        from one of them, and its configuration last, so that it still is a run."""
+        checkpoints = self.path / "checkpoints"
+        if checkpoints.exists():
+            checkpoints.rename(self.path / ".checkpoints.part")
+        last = ("config.toml", "lock")
+        for path in [*(p for p in self.path.iterdir() if p.name not in last), self.path / "config.toml"]:
+            _delete(path)
+
+    def discard(self) -> None:
+        """Undo `open` for a run that could not start, where it was new."""
+        if self.fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _check_resumable(self, config: RunConfig, data: str) -> None:
         there = read_config(self.path)
         if there.identity() != config.identity():
             raise UserError(
@@ -60,6 +91,12 @@ class RunFolder:
             )
         if self.status() == "completed":
             raise UserError(f"{self.path} holds a finished run; --overwrite it, or name another folder")
+        environment_file = self.path / "environment.json"
+        if environment_file.exists() and read_json(environment_file).get("data") != data:
+            raise UserError(
+                f"{self.path} holds a run on other data: it has changed since; "
+                "name another folder, or --overwrite it"
+            )
 
     def close(self) -> None:
         if self._lock is not None:
@@ -98,15 +135,30 @@ class MetricsLog:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
 
+    def sync(self) -> None:
+        """Bring all lines to the disk: those before a checkpoint are never written again."""
+        os.fsync(self.file.fileno())
+
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # a line that found no room was reported when it was added
+            self.file.close()
 
 
 def read_config(folder: Path) -> RunConfig:
     """The configuration of the run in a folder."""
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder} is not a run: it has no config.toml")
-    return rebuild_config(read_toml(folder / "config.toml"))
+    values = read_toml(folder / "config.toml")
+    if "task" not in values or "training" not in values:
+        raise UserError(f"{folder} is not a run: its config.toml is of something else")
+    try:
+        return rebuild_config(values)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder} is not a run of this version: config.toml: {error}") from None
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _difference(there: RunConfig, here: RunConfig) -> str:

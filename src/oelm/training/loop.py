@@ -4,6 +4,7 @@ Everything a step does is a function of (configuration, step): which items, whic
 numbers. So a run that is killed and resumed from a checkpoint goes on as if nothing had happened.
 """
 
+import contextlib
 import math
 import time
 from dataclasses import asdict
@@ -12,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from oelm.atomic import replacing
 from oelm.audit import audit
 from oelm.config import RunConfig
-from oelm.data import Store
-from oelm.errors import AuditError, Interrupted, RunError
+from oelm.data import Plan, Store
+from oelm.errors import Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
@@ -25,7 +28,7 @@ from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
 from oelm.training.schedule import has_dropout, learning_rate, seed_step
-from oelm.training.session import Session, start_session, stopping
+from oelm.training.session import Session, Stop, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
@@ -45,31 +48,42 @@ def train(
     signal or `stop_after` seconds (everything is saved, start again to go on), `RunError` where going on
     makes no sense, `UserError` where the run cannot start.
     """
+    with stopping(stop_after) as stop:
+        return _train(config, store, RunFolder(Path(out)), overwrite, show, stop)
+
+
+def _train(
+    config: RunConfig, store: Store, folder: RunFolder, overwrite: bool, show: bool, stop: Stop
+) -> dict[str, Any]:
     state = parallel.process_state()
     if config.model.name is None:
         config.model.name = default_model(state.device)
+    training = config.training
     objective = make_objective(
-        store, config.task.max_length, config.training.label_smoothing, config.training.class_weights
+        store, config.task.max_length, training.label_smoothing, training.class_weights
     )
-    folder = RunFolder(Path(out))
+    # Checked and built before the folder is touched: what does not fit leaves nothing behind.
+    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
+    plan.check(state.num_processes * training.accumulate)
+    results.check_trackers(training.trackers)
     with state.main_process_first():
-        # Built before the folder is touched: what does not fit leaves nothing behind.
         raw, report = build_model(config, store, objective.auto_class)
-    if state.is_main_process:
-        folder.open(config, overwrite)
-    state.wait_for_everyone()
     session = None
     try:
-        session = start_session(config, store, objective, folder, state, raw, report, show)
-        with stopping(session, stop_after):
-            _run(session)
+        if state.is_main_process:
+            folder.open(config, overwrite, store.fingerprint)
+        state.wait_for_everyone()
+        session = start_session(config, store, objective, folder, state, raw, report, show, stop)
+        stop.patient = True
+        _run(session, plan)
+        stop.patient = False
         return _finish(session)
-    except Interrupted as reason:
-        _record(session, folder, "interrupted", str(reason))
-        raise
-    except (RunError, AuditError) as error:
-        _record(session, folder, "failed", str(error))
-        raise
+    except BaseException as error:
+        failure = _failure(session, error)
+        _record(session, folder, failure)
+        if failure is error:
+            raise
+        raise failure from error
     finally:
         if session is not None:
             session.display.close()
@@ -80,11 +94,9 @@ def train(
         folder.close()
 
 
-def _run(session: Session) -> None:
+def _run(session: Session, plan: Plan) -> None:
     """All steps that are left."""
     training, progress = session.config.training, session.progress
-    plan = session.objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    plan.check(session.state.num_processes * training.accumulate)
     random = has_dropout(session.raw)
     session.model.train()
     recent: list[
@@ -108,9 +120,9 @@ def _run(session: Session) -> None:
         logs = progress.step % training.log_every == 0 or last
         saves = bool(training.save_every) and progress.step % training.save_every == 0
         stops = (
-            session.stop is not None
+            session.stop.reason is not None
             if session.state.num_processes == 1
-            else (logs and parallel.anyone(session.stop is not None, session.state))
+            else (logs and parallel.anyone(session.stop.reason is not None, session.state))
         )
         if logs or due or saves or stops:
             value = _check_finite(session, recent)
@@ -121,10 +133,10 @@ def _run(session: Session) -> None:
             _log_step(session, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(session, epoch + (k + 1) / len(batches)) if due else False
         if saves or improved or last or stops or progress.stopped_early:
-            _save(session, improved)
+            _save(session)
         session.display.advance(progress.step, tokens)
         if stops and progress.step < session.total and not progress.stopped_early:
-            raise Interrupted(session.stop or "another process was told to stop")
+            raise Interrupted(session.stop.reason or "another process was told to stop")
         started = time.perf_counter()
 
 
@@ -254,14 +266,22 @@ def _watch_chance(session: Session, split: str, n: int) -> None:
         )
 
 
-def _save(session: Session, best: bool) -> None:
+def _save(session: Session) -> None:
     """Audit, then write a checkpoint. Every process takes part: shards are gathered."""
     audit(session.raw, session.before)
     model, moments = capture(session.raw, session.optimizer)
+    # The step before may have had a finite gradient and still thrown the weights out of range.
+    spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
+    if spoilt is not None:
+        raise RunError(
+            f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
+            f"{session.checkpoints.index().get('last', 'none')}; try a lower learning rate"
+        )
     if session.main:
+        if session.log is not None:
+            session.log.sync()
         state = asdict(session.progress) | {"scaler": session.scaler.state_dict()}
-        session.checkpoints.save(session.progress.step, Checkpoint(model, moments, state), best)
-    session.last_save = session.progress.step
+        session.checkpoints.save(Checkpoint(model, moments, state))
     session.state.wait_for_everyone()
 
 
@@ -269,14 +289,15 @@ def _finish(session: Session) -> dict[str, Any]:
     """Test the best model once, and write everything down."""
     if session.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError("the run ended without an evaluation")
-    restore(session.checkpoints.load_best(), session.raw, None)
+    restore(session.checkpoints.load(session.progress.best["step"]), session.raw, None)
     checked = audit(session.raw, session.before)
     tested = evaluate(session.model, session.objective, "test", session.autocast)
     weights = full_state(session.raw)  # every process takes part: shards are gathered
     if not session.main:
         return {}
     folder = session.folder
-    np.savez_compressed(folder.path / "predictions.npz", **tested.arrays)  # type: ignore[arg-type]
+    with replacing(folder.path / "predictions.npz") as file:
+        np.savez_compressed(file, **tested.arrays)  # type: ignore[arg-type]
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": session.before.to_dict()})
     folder.write("timing_stats.json", results.timing(session.step_times, session.progress.eval_time_s))
     final = results.completed(session, tested.metrics)
@@ -285,6 +306,23 @@ def _finish(session: Session) -> dict[str, Any]:
     return final
 
 
-def _record(session: Session | None, folder: RunFolder, status: str, reason: str) -> None:
-    if session is not None and session.main:
-        folder.write("results.json", results.unfinished(session, status, reason))
+def _failure(session: Session | None, error: BaseException) -> BaseException:
+    """What ended the run, as the user should meet it: a disk that is full or gone is no bug of ours."""
+    if not isinstance(error, OSError | SafetensorError):
+        return error
+    last = session.checkpoints.index().get("last") if session is not None else None
+    return RunError(
+        f"the run's files could not be written or read ({error}); the last good checkpoint is "
+        f"{last or 'none'}; mend it and start again to resume"
+    )
+
+
+def _record(session: Session | None, folder: RunFolder, error: BaseException) -> None:
+    """Write down how the run ended; one that never started leaves nothing."""
+    if session is None:
+        folder.discard()
+    elif session.main:
+        status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        reason = str(error) or type(error).__name__
+        with contextlib.suppress(OSError):  # the disk may be full: the reason is still raised
+            folder.write("results.json", results.unfinished(session, status, reason))

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from oelm.atomic import sync_files
 from oelm.config import RunConfig
+from oelm.errors import UserError
 from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
 
@@ -150,17 +153,18 @@ def track(session: "Session", values: dict[str, float]) -> None:
         tracker.log(values, step=session.progress.step)
 
 
+def check_trackers(names: list[str]) -> None:
+    """Refuse a name that is no tracker's, before anything is written."""
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
+
+
 def start_trackers(session: "Session") -> list[Any]:
     """Accelerate's trackers by name; one that is not installed is a user's mistake."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    from oelm.errors import UserError
-
     started = []
     for name in session.config.training.trackers:
-        kind = LOGGER_TYPE_TO_CLASS.get(name)
-        if kind is None:
-            raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        kind = LOGGER_TYPE_TO_CLASS[name]
         folder = {"logging_dir": str(session.folder.path)} if kind.requires_logging_directory else {}
         try:
             tracker = kind(session.folder.path.name, **folder)
@@ -188,6 +192,7 @@ def save_model(session: "Session", results: dict[str, Any], weights: dict[str, T
     session.raw.save_pretrained(beside, state_dict=weights)
     session.store.tokenizer().save_pretrained(beside)
     (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")
+    sync_files(beside)
     shutil.rmtree(final, ignore_errors=True)
     beside.rename(final)
 

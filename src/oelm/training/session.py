@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.errors import UserError
+from oelm.errors import Interrupted, UserError
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoints, restore
 from oelm.training.display import Display, duration
@@ -68,8 +68,7 @@ class Session:
     log: MetricsLog | None = None
     trackers: list[Any] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)
-    stop: str | None = None  # why this process was told to stop
-    last_save: int = -1
+    stop: "Stop" = field(default_factory=lambda: Stop())
 
     @property
     def main(self) -> bool:
@@ -85,6 +84,7 @@ def start_session(
     raw: Any,
     report: Any,
     show: bool,
+    stop: "Stop",
 ) -> Session:
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
     training = config.training
@@ -116,16 +116,17 @@ def start_session(
     session = Session(
         config, store, objective, folder, state, raw, model, optimizer, scaler,
         parallel.autocast_of(precision, state.device), precision, checkpoints, before, report, total,
-        Display(label, total, progress.step, show and state.is_main_process), progress,
+        Display(label, total, progress.step, show and state.is_main_process), progress, stop=stop,
     )  # fmt: skip
-    session.last_save = progress.step if loaded is not None else -1
     if session.main:
-        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
+        if loaded is not None:
+            checkpoints.settle(asdict(progress))
+        _introduce(session, resumed=loaded is not None)
         folder.write(
             "environment.json", environment(state.device, state.num_processes) | {"data": store.fingerprint}
         )
         session.trackers = results.start_trackers(session)
-        _introduce(session, resumed=loaded is not None)
+        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
     return session
 
 
@@ -152,30 +153,50 @@ def _introduce(session: Session, resumed: bool) -> None:
     session.checkpoints.check_space(copies * int(estimate["checkpoint_bytes"]))
 
 
+@dataclass
+class Stop:
+    """Why this process was told to stop, if it was.
+
+    `patient` while steps are made: the loop looks at `reason` after each and saves before it leaves. At any
+    other time all that is worth keeping is on disk, and the order is obeyed at once.
+    """
+
+    reason: str | None = None
+    patient: bool = False
+
+
 @contextlib.contextmanager
-def stopping(session: Session, stop_after: float | None) -> Iterator[None]:
-    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask the loop to save and leave.
+def stopping(stop_after: float | None) -> Iterator[Stop]:
+    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave.
 
     A second Ctrl-C does not ask.
     """
+    stop = Stop()
+    if stop_after is not None and stop_after <= 0:
+        raise UserError("--stop-after needs a positive time, for example 9m")
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
+        yield stop  # Python delivers signals to the main thread only
         return
     names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
+    if stop_after is not None:  # without a limit the alarm stays its owner's
+        names[signal.SIGALRM] = "the time limit"
 
     def ask(number: int, _: Any) -> None:
-        if number == signal.SIGINT and session.stop is not None:
-            raise KeyboardInterrupt
-        session.stop = f"stopped by {names.get(signal.Signals(number), 'the time limit')}"
+        if stop.reason is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        stop.reason = f"stopped by {names[signal.Signals(number)]}"
+        if not stop.patient:
+            raise Interrupted(stop.reason)
 
-    previous = {number: signal.signal(number, ask) for number in (*names, signal.SIGALRM)}
-    if stop_after is not None:
-        if stop_after <= 0:
-            raise UserError("--stop-after needs a positive time, for example 9m")
-        signal.setitimer(signal.ITIMER_REAL, stop_after)
+    previous = {number: signal.signal(number, ask) for number in names}
     try:
-        yield
+        if stop_after is not None:
+            signal.setitimer(signal.ITIMER_REAL, stop_after)
+        yield stop
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if stop_after is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
