@@ -105,7 +105,7 @@ SHORT = {"steps": 4, "eval_every": 2, "save_every": 1, "keep": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("below", [SAVE, "RunFolder.open", "start_session", "_finish"])
+@pytest.mark.parametrize("below", [SAVE, "Checkpoints.settle", "RunFolder.open", "start_session", "_finish"])
 def test_killed_at_every_file_operation(
     machine: Machine, unbroken: Unbroken, tmp_path: Path, below: str
 ) -> None:
@@ -113,6 +113,8 @@ def test_killed_at_every_file_operation(
     config, reference = unbroken(**SHORT)
     for n in range(1, 1000, 3 if below == SAVE else 1):
         out = tmp_path / str(n)
+        if below == "Checkpoints.settle":  # what a resumed run does first: the kill before left it work
+            machine.run(config, out, strike=Strike(signal.SIGKILL, "Checkpoints._prune", n=9))
         ended = machine.run(config, out, strike=Strike(signal.SIGKILL, below, path=str(out), n=n))
         if ended.code == 0:
             break
