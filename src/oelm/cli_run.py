@@ -254,28 +254,27 @@ def status(
 
 
 def status_table(runs: "list[RunStatus]") -> Any:
+    """One line per run; a terminal of 80 columns is wide enough."""
     from rich.table import Table
     from rich.text import Text
 
     from oelm.training.display import duration
 
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "task", "method", "seed", "step", "loss", "best", "left"):
+    for name in ("run", "status", "task", "method", "step", "loss", "best", "left"):
         table.add_column(
-            name, justify="right" if name in ("seed", "step", "loss", "best", "left") else "left"
+            name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
         )
     colours = {"running": "cyan", "completed": "green", "failed": "red"}
     for run in runs:
-        best = f"{run.metric} {run.best:.4g}" if run.metric and run.best is not None else ""
         table.add_row(
-            Text(run.folder),
+            Text(Path(run.folder).name),
             Text(run.status, style=colours.get(run.status, "yellow")),
             Text(run.task),
             Text(run.method),
-            str(run.seed),
             f"{run.step}/{run.of}" if run.of else "",
-            f"{run.loss:.4g}" if run.loss is not None else "",
-            best,
+            f"{run.loss:.3g}" if run.loss is not None else "",
+            f"{run.best:.4g}" if run.best is not None else "",
             duration(run.left_s) if run.left_s is not None else "",
         )
     return table

@@ -51,6 +51,7 @@ def find_runs(roots: list[Path]) -> list[Path]:
 def run_status(folder: Path) -> RunStatus:
     """The state of one run."""
     config = read_toml(folder / "config.toml")
+    task = config.get("task", {})
     results = read_json(folder / "results.json") if (folder / "results.json").exists() else {}
     lines = tail(folder / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]
@@ -67,7 +68,7 @@ def run_status(folder: Path) -> RunStatus:
     return RunStatus(
         folder=str(folder),
         status=status,
-        task=str(config.get("task", {}).get("name") or config.get("task", {}).get("data")),
+        task=results.get("task") or Path(str(task.get("name") or task.get("data"))).stem,
         method=config.get("method", {}).get("name", "?"),
         seed=config.get("training", {}).get("seed", 0),
         step=int(results.get("steps", last["step"]) if not running else last["step"]),
