@@ -168,6 +168,7 @@ def start_trackers(session: "Session") -> list[Any]:
         folder = {"logging_dir": str(session.folder.path)} if kind.requires_logging_directory else {}
         try:
             tracker = kind(session.folder.path.name, **folder)
+            tracker.start()
         except ImportError as error:
             raise UserError(f"tracker {name!r} cannot be used: {error}; pip install {name}") from None
         tracker.store_init_configuration(_flat_text(session.config.to_dict()))
