@@ -1,4 +1,4 @@
-"""Trackers get what metrics.jsonl gets. The tracker here is one of Accelerate's kind that keeps everything."""
+"""Trackers hear what metrics.jsonl gets. The one here is of Accelerate's kind and keeps everything."""
 
 import json
 
