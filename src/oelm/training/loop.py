@@ -99,15 +99,13 @@ def _run(session: Session, plan: Plan) -> None:
     training, progress = session.config.training, session.progress
     random = has_dropout(session.raw)
     session.model.train()
-    recent: list[
-        tuple[Tensor, Tensor, np.ndarray]
-    ] = []  # losses not looked at yet: looking waits for the GPU
+    # Losses not looked at yet: looking waits for the GPU, so it is also when time can be taken.
+    recent: list[tuple[Tensor, Tensor, np.ndarray]] = []
     started = time.perf_counter()
-    done_before = progress.step
+    timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
         if progress.step >= session.total or progress.stopped_early:
             break
-        began = time.perf_counter()
         loss, norm, tokens = _step(session, epoch, k, batches, random)
         recent.append((loss, norm, batches.batch(k)))
         progress.step += 1
@@ -125,10 +123,12 @@ def _run(session: Session, plan: Plan) -> None:
             else (logs and parallel.anyone(session.stop.reason is not None, session.state))
         )
         if logs or due or saves or stops:
+            steps = len(recent)
             value = _check_finite(session, recent)
-        if progress.step - done_before > UNTIMED:
-            session.step_times.append(time.perf_counter() - began)
-        progress.train_time_s += time.perf_counter() - started
+            elapsed = time.perf_counter() - started
+            progress.train_time_s += elapsed
+            if progress.step - steps >= timed_from:
+                session.step_times.append((elapsed / steps, steps))
         if logs:
             _log_step(session, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(session, epoch + (k + 1) / len(batches)) if due else False
@@ -137,7 +137,8 @@ def _run(session: Session, plan: Plan) -> None:
         session.display.advance(progress.step, tokens)
         if stops and progress.step < session.total and not progress.stopped_early:
             raise Interrupted(session.stop.reason or "another process was told to stop")
-        started = time.perf_counter()
+        if not recent:
+            started = time.perf_counter()
 
 
 def _step(session: Session, epoch: int, k: int, batches: Any, random: bool) -> tuple[Tensor, Tensor, int]:

@@ -67,7 +67,7 @@ class Session:
     progress: Progress
     log: MetricsLog | None = None
     trackers: list[Any] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
+    step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
     stop: "Stop" = field(default_factory=lambda: Stop())
 
     @property
