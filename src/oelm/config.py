@@ -49,6 +49,12 @@ class ModelConfig:
     positions: Literal["learned", "rotary"] | None = None
     pooling: Literal["last", "mean"] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise UserError(f"model.{name} must be at least 0 and less than 1, but is {value}")
+
 
 @dataclass
 class MethodConfig:
@@ -105,6 +111,10 @@ class TrainingConfig:
             raise UserError("training.steps and training.epochs are both given; keep one")
         if self.batch_size is not None and self.batch_tokens is not None:
             raise UserError("training.batch_size and training.batch_tokens are both given; keep one")
+        if self.early_stopping and self.choose_on == "last":
+            raise UserError(
+                "training.early_stopping needs a best evaluation, which choose_on = 'last' ignores"
+            )
         if self.steps is None and self.epochs is None:
             self.epochs = 3
         if self.batch_size is None and self.batch_tokens is None:

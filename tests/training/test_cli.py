@@ -171,3 +171,50 @@ def test_mistakes(oelm_cli, run, world, words, message):
     assert message in err
     assert len(err.strip().splitlines()) == 1 or "note:" in err
     assert set(world.glob("runs/*")) == before, "nothing half-written"
+
+
+def test_what_cannot_start_does_not_cost_the_run_it_was_to_replace(oelm_cli, run):
+    before = (run / "results.json").read_text()
+    for setting in ("training.fsdp=true", "training.trackers=['wandb']"):
+        code, _, err = oelm_cli(*TRAIN, "--out", run, "--overwrite", "--set", setting)
+        assert code == 2, err
+        assert (run / "results.json").read_text() == before
+
+
+def test_a_prepared_store_refuses_what_it_cannot_do(oelm_cli, run, world):
+    common = ("--tokenizer", "train:300", "--max-length", "48")
+    if not (world / "prepared").exists():
+        assert oelm_cli("data", "prepare", "mine.csv", *common, "--out", "prepared")[0] == 0
+    start = ("train", "--data", "prepared", "--steps", "2", "--out", "runs/prepared")
+    for words, message in (
+        (("--train-size", "30"), "come too late"),
+        (("--max-length", "8"), "was prepared with max_length 48, not 8"),
+        (("--tokenizer", "gpt2"), "was prepared with the tokenizer train:300, not gpt2"),
+    ):
+        code, _, err = oelm_cli(*start, *words)
+        assert code == 2 and message in err
+    assert oelm_cli(*start)[0] == 0
+    assert "max_length = 48" in (world / "runs" / "prepared" / "config.toml").read_text()
+
+
+def test_other_data_is_measured_as_other_data(oelm_cli, run, world):
+    (world / "other.csv").write_text(rows(100))
+    code, out, err = oelm_cli("evaluate", run, "--data", "other.csv")
+    assert code == 0, err
+    assert json.loads(out)["items"] == 10
+
+
+def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):
+    lines = [
+        "a,b,label",
+        *(f"one {i},{'fine' if i % 2 else 'dull'} {i},{'pos' if i % 2 else 'neg'}" for i in range(80)),
+    ]
+    (world / "pairs.csv").write_text("\n".join(lines))
+    columns = ("--text", "a", "--text-pair", "b", "--tokenizer", "train:300", "--max-length", "32")
+    assert oelm_cli("data", "prepare", "pairs.csv", *columns, "--out", "pairs")[0] == 0
+    assert oelm_cli("train", "--data", "pairs", "--steps", "2", "--out", "runs/pairs")[0] == 0
+    (world / "lines.txt").write_text("one\tfine\n")
+    assert oelm_cli("predict", "runs/pairs", "lines.txt")[0] == 0
+    (world / "lines.txt").write_text("one fine\n")
+    code, _, err = oelm_cli("predict", "runs/pairs/model", "lines.txt")
+    assert code == 2 and "this model reads pairs" in err

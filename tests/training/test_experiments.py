@@ -43,11 +43,11 @@ def stand_ins(tmp_path_factory):
     # Held-out shares of a corpus are small: 1 % and 0.05 % of the documents.
     for folder, splits, documents in (
         ("tinystories", ("train", "validation"), 300),
-        ("openwebtext", ("train",), 4_000),
+        ("openwebtext", ("train",), 12_000),
         ("wikitext-103-raw", ("train", "validation", "test"), 300),
     ):
         for split in splits:
-            write(folder, split, text=[text(30) for _ in range(documents if split == "train" else 4)])
+            write(folder, split, text=[text(16) for _ in range(documents if split == "train" else 4)])
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (root / "bert").mkdir()
     (root / "bert" / "vocab.txt").write_text("\n".join([*vocabulary, *map(str, range(n))]))

@@ -119,3 +119,42 @@ def test_answers_are_learned(tmp_path):
     )
     assert results["metric"] == "f1"
     assert results["test"]["metrics"]["f1"] > 0.8
+
+
+def test_few_items_are_not_called_chance(tmp_path):
+    """With so few validation texts that even a perfect score could be luck, nothing is flagged."""
+    rows = [f"{'good' if i % 2 else 'bad'} {i},{'yes' if i % 2 else 'no'}" for i in range(12)]
+    (tmp_path / "few.csv").write_text("\n".join(["text,label", *rows]))
+    store = Choice(str(tmp_path / "few.csv"), tokenizer="train:300", max_length=16).store(
+        cache=tmp_path / "cache"
+    )
+    values = {"task": {"data": "few.csv", "max_length": 16}, "model": {"name": "gpt-tiny"}}
+    config = make_config(values | {"training": {"steps": 4, "batch_size": 4, "stop_at_chance": True}})
+    assert not train(config, store, tmp_path / "run", show=False)["at_chance"]
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+def test_dropout_of_any_architecture_is_a_function_of_the_step(dropout, tmp_path):
+    """Llama keeps its rate as a plain number: it is set all the same, and two runs draw the same."""
+    import transformers
+
+    rows = [f"{'good' if i % 2 else 'bad'} {i},{'yes' if i % 2 else 'no'}" for i in range(60)]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    choice = Choice(str(tmp_path / "texts.csv"), tokenizer="train:300", max_length=16)
+    store = choice.store(cache=tmp_path / "cache")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "vocab_size": store.vocab_size}
+    llama = transformers.LlamaConfig(**sizes, **tokens, attention_dropout=0.5)
+    transformers.LlamaModel(llama).save_pretrained(tmp_path / "llama")
+
+    def losses(name):
+        model = {"name": str(tmp_path / "llama")} | ({} if dropout is None else {"dropout": dropout})
+        training = {"steps": 3, "batch_size": 4, "log_every": 1}
+        config = make_config({"task": {"max_length": 16}, "model": model, "training": training})
+        train(config, store, tmp_path / name, show=False)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines if '"train"' in line]
+
+    assert losses("one") == losses("two")
+    saved = json.loads((tmp_path / "one" / "model" / "config.json").read_text())
+    assert saved["attention_dropout"] == (0.5 if dropout is None else 0.0)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedModel
 
 import oelm.gpt as gpt
@@ -77,7 +76,13 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> PreTra
         if getattr(config.model, key) is not None:
             raise UserError(f"model.{key} is for a reference GPT from scratch; {name} has its own")
     try:
-        model = getattr(transformers, auto_class).from_pretrained(name, dtype=torch.float32, **fields)
+        known = transformers.AutoConfig.from_pretrained(name)
+        fields |= _dropout(known, config)
+        # A head for other classes starts anew; everything else must fit.
+        other_head = "num_labels" in fields and known.num_labels != fields["num_labels"]
+        model = getattr(transformers, auto_class).from_pretrained(
+            name, dtype=torch.float32, ignore_mismatched_sizes=other_head, **fields
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
@@ -87,19 +92,29 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> PreTra
         from oelm.convert import release
 
         release(model)
-    _set_dropout(model, config)
     return model
 
 
-def _set_dropout(model: nn.Module, config: RunConfig) -> None:
+# What the families call their dropout rates.
+_DROPOUTS = (
+    "dropout", "hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout_rate",
+    "embedding_dropout", "mlp_dropout", "activation_dropout", "attention_dropout", "attn_pdrop",
+    "attention_probs_dropout_prob",
+)  # fmt: skip
+
+
+def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
+    """One rate for every dropout a pretrained architecture has."""
     if config.model.attention_dropout is not None:
         raise UserError(
-            "model.attention_dropout is for the reference GPT; use model.dropout for all of a model"
+            "model.attention_dropout is for the reference GPT; model.dropout sets all of a model's"
         )
-    if config.model.dropout is not None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = config.model.dropout
+    if config.model.dropout is None:
+        return {}
+    found = {key: config.model.dropout for key in _DROPOUTS if hasattr(known, key)}
+    if not found:
+        raise UserError(f"model.dropout: {known.model_type} has no dropout to set")
+    return found
 
 
 def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:

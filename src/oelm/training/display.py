@@ -16,12 +16,12 @@ class Display:
         self.last_line = self.began
         self.tokens = 0
         self.latest: dict[str, str] = {}
-        self._bar: Any = None
-        if show and sys.stderr.isatty():
-            self._bar = _bar(label, total, start)
+        self._bar: Any = None  # drawn from the first step on: a run that cannot start leaves the screen alone
 
     def advance(self, step: int, tokens: int) -> None:
         self.tokens += tokens
+        if self._bar is None and self.show and sys.stderr.isatty():
+            self._bar = _bar(self.label, self.total, self.start)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
         elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:

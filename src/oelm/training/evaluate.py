@@ -12,6 +12,7 @@ from oelm.training.parallel import process_state
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
+LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor: tokens x vocabulary
 
 
 @torch.no_grad()
@@ -22,7 +23,10 @@ def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) 
     the others run one item for company (sharded models need everyone) and throw the result away.
     """
     state = process_state()
-    plan = objective.plan(split, None, max(TOKENS, _longest(objective, split)), None)
+    tokens = TOKENS
+    if objective.store.kind == "lm":
+        tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
+    plan = objective.plan(split, None, max(tokens, _longest(objective, split)), None)
     epoch = plan.epoch()
     training = model.training
     model.eval()

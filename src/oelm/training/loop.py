@@ -27,7 +27,7 @@ from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
-from oelm.training.schedule import has_dropout, learning_rate, seed_step
+from oelm.training.schedule import learning_rate, seed_step
 from oelm.training.session import Session, Stop, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
@@ -66,6 +66,7 @@ def _train(
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     plan.check(state.num_processes * training.accumulate)
     results.check_trackers(training.trackers)
+    parallel.check_sharding(training.fsdp, state)
     with state.main_process_first():
         raw, report = build_model(config, store, objective.auto_class)
     session = None
@@ -97,7 +98,6 @@ def _train(
 def _run(session: Session, plan: Plan) -> None:
     """All steps that are left."""
     training, progress = session.config.training, session.progress
-    random = has_dropout(session.raw)
     session.model.train()
     # Losses not looked at yet: looking waits for the GPU, so it is also when time can be taken.
     recent: list[tuple[Tensor, Tensor, np.ndarray]] = []
@@ -106,7 +106,7 @@ def _run(session: Session, plan: Plan) -> None:
     for epoch, k, batches in plan.schedule(progress.step):
         if progress.step >= session.total or progress.stopped_early:
             break
-        loss, norm, tokens = _step(session, epoch, k, batches, random)
+        loss, norm, tokens = _step(session, epoch, k, batches)
         recent.append((loss, norm, batches.batch(k)))
         progress.step += 1
         progress.samples += len(batches.batch(k))
@@ -141,7 +141,7 @@ def _run(session: Session, plan: Plan) -> None:
             started = time.perf_counter()
 
 
-def _step(session: Session, epoch: int, k: int, batches: Any, random: bool) -> tuple[Tensor, Tensor, int]:
+def _step(session: Session, epoch: int, k: int, batches: Any) -> tuple[Tensor, Tensor, int]:
     """One optimizer step: the global batch's mean loss (on this process: its part), gradient norm, tokens."""
     training, state = session.config.training, session.state
     step, world = session.progress.step, state.num_processes
@@ -155,8 +155,7 @@ def _step(session: Session, epoch: int, k: int, batches: Any, random: bool) -> t
         items = batches.share(k, part, world * training.accumulate)
         batch = session.objective.batch("train", items).to(state.device)
         tokens += batch.tokens
-        if random:
-            seed_step(training.seed, step, part)
+        seed_step(training.seed, step, part)
         with parallel.accumulating(session.model, micro == training.accumulate - 1):
             with session.autocast():
                 loss = session.objective.loss(session.model, batch)
@@ -258,6 +257,8 @@ def _watch_chance(session: Session, split: str, n: int) -> None:
     if majority is None or progress.best is None or progress.step < training.chance_after * session.total:
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
+    if level >= 1:  # so few items, or so large a majority, that nothing could be told apart
+        return
     progress.at_chance = progress.best["metrics"]["accuracy"] <= level
     if progress.at_chance and training.stop_at_chance:
         raise RunError(

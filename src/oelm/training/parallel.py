@@ -43,11 +43,14 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], Any]:
     return lambda: torch.autocast(device.type, dtype=DTYPES[precision])
 
 
+def check_sharding(fsdp: bool, state: PartialState) -> None:
+    if fsdp and state.num_processes == 1:
+        raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
+
+
 def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
     """The model as training calls it: alone, as DDP, or sharded by FSDP2 block by block."""
     if state.num_processes == 1:
-        if fsdp:
-            raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
         return model
     if not fsdp:
         ids = [state.device.index] if state.device.type == "cuda" else None

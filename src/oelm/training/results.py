@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from oelm.atomic import sync_files
 from oelm.config import RunConfig
 from oelm.errors import UserError
+from oelm.gpt_config import OelmGPTConfig
 from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
 
@@ -128,6 +130,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "metric": session.objective.metric,
         "precision": session.precision,
         "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen},
+        "chosen_on": config.training.choose_on,
         "steps": progress.step,
         "steps_planned": session.total,
         "stopped_early": progress.stopped_early,
@@ -157,10 +160,13 @@ def track(session: "Session", values: dict[str, float]) -> None:
 
 
 def check_trackers(names: list[str]) -> None:
-    """Refuse a name that is no tracker's, before anything is written."""
+    """Refuse a name that is no tracker's, or one that is not installed, before anything is written."""
+    there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        if name in map(str, LoggerType) and name not in there:
+            raise UserError(f"tracker {name!r} is not installed: pip install {name}")
 
 
 def start_trackers(session: "Session") -> list[Any]:
@@ -193,6 +199,7 @@ def save_model(session: "Session", results: dict[str, Any], weights: dict[str, T
     beside = session.folder.path / ".model.part"
     shutil.rmtree(beside, ignore_errors=True)
     disable_progress_bar()  # transformers' own; ours shows what matters
+    session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))  # what `oelm predict` must know
     session.raw.save_pretrained(beside, state_dict=weights)
     session.store.tokenizer().save_pretrained(beside)
     (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")
@@ -220,6 +227,8 @@ def model_card(session: "Session", results: dict[str, Any]) -> str:
         f"({share:.1f} %) are frozen. Chosen at {chosen}; rate {results['lr']}. On the test split:\n",
         f"| metric | value |\n|---|---|\n{numbers}\n",
         f"Notes:\n\n{warnings}" if warnings else "",
-        "Plain transformers loads an ordinary, trainable checkpoint; `oelm.load` brings it back frozen.",
+        "`import oelm` lets transformers load it, frozen as it was."
+        if session.raw.config.model_type == OelmGPTConfig.model_type
+        else "Plain transformers loads an ordinary, trainable checkpoint; `oelm.load` brings it back frozen.",
     ]
     return "\n".join(lines) + "\n"

@@ -53,10 +53,3 @@ def make_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Ad
 def seed_step(seed: int, step: int, part: int) -> None:
     """Dropout's randomness for one micro-batch of one process."""
     torch.manual_seed(int(shuffle_keys(np.array([part]), seed, step)[0] >> 1))
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws random numbers at all."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or any(
-        getattr(m, "attention_dropout", 0.0) for m in model.modules() if isinstance(m, nn.Module)
-    )

@@ -54,6 +54,27 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
     )
 
 
+def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
+    """A prepared store keeps its own tokenizer: its numbers mean something to a model of the same only."""
+    if store.tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{store.folder} was prepared with another tokenizer than that of {model}")
+
+
+def check_prepared(store: Store, task: TaskConfig) -> None:
+    """A prepared store is what it is: refuse what was asked of it in vain, and record what it holds."""
+    made_with = store.meta["tokenizer"]["name"]
+    if task.train_size or task.train_on or task.test_file:
+        raise UserError(f"{task.data} is prepared already: train_size, train_on and test_file come too late")
+    if task.tokenizer and task.tokenizer != made_with:
+        raise UserError(f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}")
+    if store.kind != "lm":
+        if task.max_length not in (TaskConfig.max_length, store.max_length):
+            raise UserError(
+                f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
+            )
+        task.max_length = store.max_length
+
+
 class Trained:
     """A trained model with its tokenizer and, from a run's folder, the run's configuration."""
 
@@ -82,10 +103,7 @@ class Trained:
     @property
     def pairs(self) -> bool:
         """Whether the model was trained on pairs of texts."""
-        task = self.config.task if self.config is not None else TaskConfig()
-        if task.name:
-            return "text_pair" in TASKS[task.name].columns
-        return task.text_pair is not None
+        return bool(getattr(self.model.config, "text_pairs", False))
 
     def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         """For each line the most likely label, its probability, and those of the others.
@@ -136,9 +154,17 @@ class Trained:
         """The run's data, or other data read the same way, under the model's own tokenizer."""
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
-            changes = {"name": None, "data": None} | changes
+            changes = {
+                "name": None,
+                "data": None,
+                "test_file": None,
+                "train_size": None,
+                "train_on": None,
+            } | changes
         task = replace(task, **changes)
-        return replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
+        store = replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
+        check_tokenizer(store, self.tokenizer, str(self.folder))
+        return store
 
     def evaluate(self, split: str, **changes: Any) -> dict[str, Any]:
         """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`."""
