@@ -218,3 +218,20 @@ def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):
     (world / "lines.txt").write_text("one fine\n")
     code, _, err = oelm_cli("predict", "runs/pairs/model", "lines.txt")
     assert code == 2 and "this model reads pairs" in err
+
+
+def test_damage_is_told_in_one_line(oelm_cli, run, world):
+    import shutil
+
+    shutil.copytree(run, world / "runs" / "damaged", dirs_exist_ok=True)
+    damaged = world / "runs" / "damaged"
+    (damaged / "results.json").write_text("{")
+    (damaged / "model" / "model.safetensors").write_bytes(b"no tensors")
+    states = {s["folder"]: s["status"] for s in json.loads(oelm_cli("status", "runs", "--json")[1])}
+    assert states["runs/damaged"] == "unreadable"
+    assert states["runs/a"] == "completed"
+    code, _, err = oelm_cli("audit", "runs/damaged")
+    assert code == 2 and "cannot be loaded" in err
+    code, _, err = oelm_cli("generate", run, "x", "--tokens", "-5")
+    assert code == 2 and "must be at least 1" in err
+    shutil.rmtree(damaged)

@@ -127,6 +127,8 @@ def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
         )
     text_config = model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
+    if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        positions -= model.config.pad_token_id + 1  # they count positions from behind the padding's
     if positions and config.task.max_length > positions and model.config.model_type != "t5":
         raise UserError(
             f"task.max_length {config.task.max_length} exceeds the {positions} positions "

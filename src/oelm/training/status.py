@@ -52,7 +52,10 @@ def run_status(folder: Path) -> RunStatus:
     """The state of one run."""
     config = read_toml(folder / "config.toml")
     task = config.get("task", {})
-    results = read_json(folder / "results.json") if (folder / "results.json").exists() else {}
+    try:
+        results = read_json(folder / "results.json") if (folder / "results.json").exists() else {}
+    except UserError as error:  # one damaged record must not hide the other runs
+        results = {"status": "unreadable", "reason": str(error)}
     lines = tail(folder / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -181,6 +182,8 @@ class Trained:
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """The prompt's continuation; temperature 0 takes the likeliest token every time."""
+        if new_tokens < 1 or temperature < 0 or top_k < 1:
+            raise UserError("--tokens and --top-k must be at least 1, --temperature must not be negative")
         if not self.model.can_generate():
             raise UserError(f"a {type(self.model).__name__} does not write text")
         prompt = prompt or self.tokenizer.bos_token
@@ -211,6 +214,13 @@ class Trained:
 
 def _load_model(folder: Path) -> PreTrainedModel:
     disable_progress_bar()  # loading takes a moment only
+    try:
+        return _load_as_saved(folder)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def _load_as_saved(folder: Path) -> PreTrainedModel:
     config = transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "oelm", None):
         return load(str(folder), dtype=torch.float32)
