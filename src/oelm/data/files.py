@@ -7,7 +7,8 @@ import csv
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ CHUNK_ROWS = 256
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 
-class Source:
+class Source(ABC):
     """A table that can be read again and again in chunks, and has a digest of its content."""
 
     name: str
 
+    @abstractmethod
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
         """The rows, in order; a column that is not there is refused with the names of those that are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def digest(self) -> str:
         """Changes whenever the content does."""
-        raise NotImplementedError
 
     def where(self, row: int) -> str:
         """How a message names a row (counted from 0 here, from 1 there, the header left out)."""
@@ -41,17 +42,22 @@ class Source:
                 raise UserError(f"{self.name} has no column {column!r}; it has: {', '.join(present)}")
 
 
+def content_digest(paths: Sequence[Path]) -> str:
+    """One digest of several files' bytes, in this order."""
+    total = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
 class FileSource(Source):
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
         self.name = str(paths[0])
 
     def digest(self) -> str:
-        total = hashlib.sha256()
-        for path in self.paths:
-            with path.open("rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").digest())
-        return total.hexdigest()
+        return content_digest(self.paths)
 
 
 class ParquetSource(FileSource):

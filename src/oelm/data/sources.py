@@ -10,7 +10,7 @@ import numpy as np
 from oelm.data import dataset as data
 from oelm.data.catalogue import CLASSIFICATION, HELD_OUT, LM, TOKENS, Task, get_task
 from oelm.data.dataset import DROPPED, HOLD_OUT_SEED, Dataset, Part
-from oelm.data.files import CHUNK_ROWS, Chunk, FileSource, ParquetSource, Source, one_line, open_file
+from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, one_line, open_file
 from oelm.data.labels import UNLABELLED, class_names, known_labels, user_labels
 from oelm.errors import UserError
 
@@ -28,7 +28,7 @@ class HubSource(Source):
             yield batch.to_pydict()
 
     def digest(self) -> str:
-        return FileSource(*(Path(file["filename"]) for file in self.table.cache_files)).digest()
+        return content_digest([Path(file["filename"]) for file in self.table.cache_files])
 
 
 def _hub_source(task: Task, split: str) -> Source:
