@@ -106,10 +106,11 @@ class Classification(Objective):
         logits = model(**batch.inputs).logits.float()
         return self._loss(logits, batch.targets["labels"])
 
-    def _loss(self, logits: Tensor, labels: Tensor, smoothing: float | None = None) -> Tensor:
-        smoothing = self.label_smoothing if smoothing is None else smoothing
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights.to(logits.device)
-        return F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing, reduction="sum")
+        return F.cross_entropy(
+            logits, labels, weight=weights, label_smoothing=self.label_smoothing, reduction="sum"
+        )
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         logits = model(**batch.inputs).logits.float()
