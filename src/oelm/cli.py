@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm import cli_data, cli_experiments, cli_run
+from oelm import cli_data, cli_experiments, cli_run, cli_study
 from oelm.errors import AuditError, Interrupted, RunError, UserError
 from oelm.version import __version__
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 app.add_typer(cli_data.app, name="data")
 app.command()(cli_experiments.experiments)
-app.registered_commands += cli_run.app.registered_commands
+app.registered_commands += cli_run.app.registered_commands + cli_study.app.registered_commands
 
 
 def _print_version(wanted: bool) -> None:

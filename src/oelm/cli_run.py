@@ -110,29 +110,21 @@ def resolve_config(
 
 def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
     """Prepare the data (one process does, the others wait), then train."""
-    from oelm.data.tokenizer import load_tokenizer
-    from oelm.gpt_config import PRESETS
     from oelm.method import Method
     from oelm.training.build import default_model
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state
     from oelm.training.session import stopping
-    from oelm.training.trained import check_prepared, check_tokenizer, choice_of
+    from oelm.training.trained import prepared_store
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
     state = process_state()
     config.model.name = config.model.name or default_model(state.device)
-    choice = choice_of(config.task, config.model.name)
     began = time.monotonic()
     with stopping(stop_after), state.main_process_first():
-        store = choice.store(show_progress=bool(state.is_main_process))
+        store = prepared_store(config, show=bool(state.is_main_process))
     if stop_after is not None:  # preparing took some of it
         stop_after = max(0.001, stop_after - (time.monotonic() - began))
-    if Path(choice.data) == store.folder:
-        check_prepared(store, config.task)
-        if config.model.name not in PRESETS:
-            check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
-    config.task.tokenizer = store.meta["tokenizer"]["name"]
     return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
 
 
@@ -160,13 +152,15 @@ def seconds_of(text: str) -> float:
 def summary(results: dict[str, Any]) -> str:
     metric = results["metric"]
     chosen = "the last one" if results["chosen_on"] == "last" else f"chosen on {results['best']['split']}"
+    measured = results["test"] or results["best"]  # without a test, what validation says
+    split = measured["split"]
     lines = [
-        f"{results['method']} on {results['task']}: test {metric} {results['test']['metrics'][metric]:.4f} "
-        f"(step {results['test']['step']} of {results['steps']}, {chosen})"
+        f"{results['method']} on {results['task']}: {split} {metric} {measured['metrics'][metric]:.4f} "
+        f"(step {measured['step']} of {results['steps']}, {chosen})"
     ]
     for name, splits in results["references"].items():
-        if metric in splits.get("test", {}):
-            lines.append(f"  {name}: {splits['test'][metric]:.4f}")
+        if metric in splits.get(split, {}):
+            lines.append(f"  {name}: {splits[split][metric]:.4f}")
     lines += [f"  note: {warning}" for warning in results["warnings"]]
     return "\n".join(lines)
 

@@ -10,10 +10,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from oelm.errors import UserError
 
+T = TypeVar("T")
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
@@ -103,6 +104,7 @@ class TrainingConfig:
     choose_on: Literal["validation", "test", "last"] = "validation"  # "test" is the published habit
     chance_after: float = 0.3  # share of the steps after which a run must beat the majority class
     stop_at_chance: bool = False
+    test: bool = True  # False: only validation is looked at, for a run that serves a choice
     trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow, trackio
     seed: int = 0
 
@@ -196,12 +198,17 @@ FLAGS = {
 
 def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
     """Check a nested mapping and make a RunConfig of it; say which key is wrong and what it may be."""
+    return checked(RunConfig, values, where)
+
+
+def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """A dataclass from a nested mapping; the first key that is wrong is named."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(RunConfig).validate_python(dict(values))
+        return TypeAdapter(kind).validate_python(dict(values))
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error.errors()[0])}") from None
+        raise UserError(f"{where}: {_explain(error.errors()[0], kind)}") from None
 
 
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
@@ -214,10 +221,10 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if key == "betas" else value for key, value in values.items()}
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "unexpected_keyword_argument":
-        section, known = _section(error["loc"][:-1])
+        section, known = _section(kind, error["loc"][:-1])
         return f"unknown key {path!r}; {section} has: {', '.join(known)}"
     if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
         return str(error["ctx"]["error"])
@@ -225,8 +232,7 @@ def _explain(error: Any) -> str:
     return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _section(path: Iterable[Any]) -> tuple[str, list[str]]:
-    kind: Any = RunConfig
+def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
     for part in path:
         kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
     known = [f.name for f in fields(kind)] if is_dataclass(kind) else []

@@ -1,3 +1,7 @@
-"""The version, in one place: read by the build, the command line and every run record."""
+"""The versions, in one place: read by the build, the command line and every run record."""
 
 __version__ = "0.1.0"
+
+# Of what a run computes: raised by hand whenever the same configuration no longer gives the same losses
+# (tests/study/test_numerics.py notices). Runs of different numbers are never compared.
+NUMERICS = 1

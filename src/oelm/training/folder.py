@@ -14,7 +14,7 @@ from typing import IO, Any
 from oelm.atomic import lock_file, read_json, write_json, write_text
 from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
 from oelm.errors import UserError
-from oelm.version import __version__
+from oelm.version import NUMERICS, __version__
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "triton")
 
@@ -187,6 +187,7 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
             continue
     found: dict[str, Any] = {
         "oelm": __version__,
+        "numerics": NUMERICS,
         "python": platform.python_version(),
         "packages": packages,
         "commit": _commit(),

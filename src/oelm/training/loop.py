@@ -293,17 +293,19 @@ def _finish(session: Session) -> dict[str, Any]:
         raise RunError("the run ended without an evaluation")
     restore(session.checkpoints.load(session.progress.best["step"]), session.raw, None)
     checked = audit(session.raw, session.before)
-    tested = evaluate(session.model, session.objective, "test", session.autocast)
-    weights = full_state(session.raw)  # every process takes part: shards are gathered
+    tests = session.config.training.test
+    tested = evaluate(session.model, session.objective, "test", session.autocast) if tests else None
+    weights = full_state(session.raw) if tests else {}  # every process takes part: shards are gathered
     if not session.main:
         return {}
     folder = session.folder
-    with replacing(folder.path / "predictions.npz") as file:
-        np.savez_compressed(file, **tested.arrays)  # type: ignore[arg-type]
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": session.before.to_dict()})
     folder.write("timing_stats.json", results.timing(session.step_times, session.progress.eval_time_s))
-    final = results.completed(session, tested.metrics)
-    results.save_model(session, final, weights)
+    final = results.completed(session, tested.metrics if tested else None)
+    if tested:
+        with replacing(folder.path / "predictions.npz") as file:
+            np.savez_compressed(file, **tested.arrays)  # type: ignore[arg-type]
+        results.save_model(session, final, weights)
     folder.write("results.json", final)
     return final
 

@@ -15,6 +15,7 @@ import numpy as np
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 Entity = tuple[str, int, int]  # type, first place, place after the last
 
 

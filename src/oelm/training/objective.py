@@ -19,7 +19,6 @@ from oelm.errors import UserError
 from oelm.training import metrics
 
 Array = np.ndarray
-LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Objective(ABC):
         return self.store.metric
 
     def better(self, new: float, old: float) -> bool:
-        return new < old if self.metric in LOWER_IS_BETTER else new > old
+        return new < old if self.metric in metrics.LOWER_IS_BETTER else new > old
 
     def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
         return Plan(self.store[split].lengths, batch_size, batch_tokens, seed)

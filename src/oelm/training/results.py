@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from oelm.training.session import Session
 
 SCHEMA = 1  # of results.json
+SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
 def estimate(
@@ -80,15 +81,17 @@ def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str,
     }
 
 
-def completed(session: "Session", test_metrics: dict[str, Any]) -> dict[str, Any]:
-    """results.json of a finished run."""
-    references = trivial_references(session.store)
+def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
+    """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
     progress, metric = session.progress, session.objective.metric
+    split = "validation" if test_metrics is None else "test"
+    references = trivial_references(session.store, ("validation",) if test_metrics is None else SPLITS)
+    measured = (progress.best or {})["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
-        reference = splits.get("test", {}).get(metric)
-        if reference is not None and session.objective.better(reference, test_metrics[metric]):
+        reference = splits.get(split, {}).get(metric)
+        if reference is not None and session.objective.better(reference, measured[metric]):
             progress.warn(
-                f"test {metric} {test_metrics[metric]:.4f} is behind the trivial reference {name} "
+                f"{split} {metric} {measured[metric]:.4f} is behind the trivial reference {name} "
                 f"({reference:.4f})"
             )
     if progress.at_chance:
@@ -97,7 +100,12 @@ def completed(session: "Session", test_metrics: dict[str, Any]) -> dict[str, Any
         **_common(session, "completed"),
         "best": progress.best,
         "final": progress.final,
-        "test": {"split": "test", "step": (progress.best or {}).get("step"), "metrics": test_metrics},
+        "test": test_metrics
+        and {
+            "split": "test",
+            "step": (progress.best or {}).get("step"),
+            "metrics": test_metrics,
+        },
         "references": references,
         "warnings": progress.warnings,
     }

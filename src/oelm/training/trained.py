@@ -19,8 +19,9 @@ from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
-from oelm.data.tokenizer import Encoder, pad_id
+from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
 from oelm.errors import UserError
+from oelm.gpt_config import PRESETS
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.objective import Classification, make_objective
@@ -31,8 +32,6 @@ TEXTS = 32  # per batch of predictions
 
 def choice_of(task: TaskConfig, model: str | None) -> Choice:
     """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
-    from oelm.gpt_config import PRESETS
-
     if bool(task.name) == bool(task.data):
         raise UserError("name one of task.name (--task) and task.data (--data)")
     if task.name and task.name not in TASKS:
@@ -74,6 +73,19 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
                 f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
             )
         task.max_length = store.max_length
+
+
+def prepared_store(config: RunConfig, show: bool) -> Store:
+    """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
+    assert config.model.name is not None
+    choice = choice_of(config.task, config.model.name)
+    store = choice.store(show_progress=show)
+    if Path(choice.data) == store.folder:
+        check_prepared(store, config.task)
+        if config.model.name not in PRESETS:
+            check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
+    config.task.tokenizer = store.meta["tokenizer"]["name"]
+    return store
 
 
 class Trained:

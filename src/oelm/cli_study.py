@@ -1,0 +1,157 @@
+"""The verbs of a study: study, report, demo."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oelm.cli_run import seconds_of
+from oelm.errors import UserError
+
+if TYPE_CHECKING:
+    from oelm.study.design import Study
+
+app = typer.Typer()
+
+
+@app.command()
+def study(
+    name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
+    task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
+    data: Annotated[str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet.")] = None,
+    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
+    text_pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
+    test_file: Annotated[str | None, typer.Option(help="A file of test rows.")] = None,
+    train_size: Annotated[int | None, typer.Option(help="Train on so many rows.")] = None,
+    train_on: Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a text or window.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="gpt2, a hub id, a folder, or train:8192.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")] = None,
+    model: Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, a hub id, a folder.")] = None,
+    methods: Annotated[str | None, typer.Option(help="With commas; the first is the reference.")] = None,
+    lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the training data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Texts or windows in a batch.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    margin: Annotated[float | None, typer.Option(help="Points (per cent of PPL) that do not matter.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
+    out: Annotated[Path | None, typer.Option(help="The study's folder; it goes on where it was.")] = None,
+    stop_after: Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and the time, then stop.")
+    ] = False,
+    import_: Annotated[
+        list[Path] | None, typer.Option("--import", help="Bring in another machine's records, then stop.")
+    ] = None,
+    lang: Annotated[str, typer.Option(help="Of the report: en or zh.")] = "en",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Compare methods fairly: choose each one's rate on validation, then measure it with fresh seeds.
+
+    Examples: oelm study --data my.csv --text body --label topic --out s;
+    oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
+    """
+    given = locals()
+    found = resolve_study(name, out, given, set_ or [])
+    folder = out or Path("studies") / (Path(name).stem if name else "study")
+    if dry_run:
+        typer.echo(describe(found))
+    elif import_:
+        bring_in(found, folder, import_)
+    else:
+        limit = seconds_of(stop_after) if stop_after is not None else None
+        conduct_and_report(found, folder, limit, lang, as_json)
+
+
+def resolve_study(
+    name: str | None, out: Path | None, given: dict[str, Any], assignments: list[str]
+) -> "Study":
+    """From the general to the particular: the study in the folder or by name, flags, --set."""
+    from oelm.config import FLAGS, from_assignment, merge, nest, update
+    from oelm.study.design import make_study, read_study
+    from oelm.study.folder import StudyFolder
+
+    flags = {
+        path: given[flag] for flag, path in FLAGS.items() if given.get(flag) is not None and flag != "task"
+    }
+    for flag in ("seeds", "margin", "jobs"):
+        if given[flag] is not None:
+            flags[f"study.{flag}"] = given[flag]
+    for flag, key in (("task", "tasks"), ("methods", "methods"), ("lrs", "lrs")):
+        if given[flag] is not None:
+            flags[f"study.{key}"] = [part.strip() for part in given[flag].split(",") if part.strip()]
+    values: dict[str, Any] = {}
+    if name is not None:
+        values = read_study(name)
+    elif out is not None and (out / "study.toml").is_file():
+        values = StudyFolder(out).read().to_dict()
+    elif not flags:
+        raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    particular: dict[str, Any] = {}
+    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
+        update(particular, part)
+    return make_study(merge(values, particular), name or "options")
+
+
+def describe(study: "Study") -> str:
+    """The matrix with an estimate of time."""
+    from oelm.study.conduct import estimate_run, prepare_settings, slots_for
+    from oelm.training.display import duration
+
+    table = study.table
+    settings = prepare_settings(study, show=True)
+    estimates = [estimate_run(setting) for setting in settings]
+    slots = len(slots_for(table, max(estimate.memory_bytes for estimate in estimates)))
+    methods, grid = len(study.methods), len(table.lrs)
+    choosing = methods * grid * table.choose_seeds if grid > 1 else 0
+    measured = methods * table.seeds
+    lines = [
+        f"methods   {', '.join(study.methods)} (compared with {study.reference})",
+        f"rates     {', '.join(f'{lr:g}' for lr in table.lrs)}"
+        + (f"; up to {table.widen} more on each side while a best one is at the edge" if choosing else ""),
+        f"seeds     {table.choose_seeds} for the choice, {table.seeds} fresh ones measured",
+    ]
+    total = 0.0
+    for setting, estimate in zip(settings, estimates, strict=True):
+        total += estimate.time_s * (choosing + measured)
+        lines.append(
+            f"{setting.task}: {setting.config.model.name}, {choosing} runs to choose + {measured} measured, "
+            f"about {estimate.memory_bytes / 1e9:.1f} GB and {duration(estimate.time_s)} each"
+        )
+    lines.append(
+        f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
+        f"{duration(total / slots)} (good to a factor of two; a wider grid comes on top)"
+    )
+    return "\n".join(lines)
+
+
+def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
+    from oelm.study.conduct import prepare_settings
+    from oelm.study.folder import StudyFolder
+
+    folder = StudyFolder(out)
+    with folder.opened(study):
+        settings = prepare_settings(study, show=True)
+        for source in sources:
+            came, refused = folder.bring_in(source, settings)
+            typer.echo(f"{source}: {came} records imported")
+            for reason, count in refused.items():
+                typer.echo(f"  {count} left out: {reason}")
+
+
+def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
+    from oelm.study.conduct import conduct
+    from oelm.study.live import Live, kept_models
+
+    with Live() as live:
+        progress = conduct(study, out, limit, live.show)
+    for what, where in kept_models(progress, out):
+        typer.echo(f"{what}: {where}")
+    if as_json:
+        typer.echo(json.dumps({"failed": progress.failed}))

@@ -1,0 +1,158 @@
+"""What a study compares: tasks x methods x learning rates x seeds, as one value and as a TOML file."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from oelm.config import FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
+from oelm.errors import UserError
+from oelm.method import Method
+
+# Measured runs have the seeds 1, 2, ...; the rate is chosen with seeds that no measured run uses.
+FIRST_SEED, FIRST_CHOICE_SEED = 1, 1001
+
+
+@dataclass
+class StudyConfig:
+    """The `[study]` table. What is not about the comparison itself is at the end."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    tasks: list[str] = field(default_factory=list)  # none: the one of the [task] table
+    methods: list[str | dict[str, Any]] = field(default_factory=lambda: ["baseline", "oelm"])
+    reference: str | None = None  # what the others are compared with; None: the first method
+    lrs: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3])
+    seeds: int = 5  # measured runs of each method, at its chosen rate
+    choose_seeds: int = 1  # runs of each method at each rate that the choice is made on
+    widen: int = 2  # rates added to a side of the grid, for all methods, while the best is at its edge
+    margin: float = 1.0  # differences below it are equivalent: points, or per cent of the perplexity
+    models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
+    jobs: int = 0  # runs side by side; 0: as many as there is room for
+    threads: int = 1  # of each run on a CPU
+    memory_gb: float = 0.0  # for all runs together; 0: four fifths of what is free
+    gpus_per_run: int = 1  # processes of each run; each has a GPU of its own where there are GPUs
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "choose_seeds", "threads", "gpus_per_run", "margin"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"study.{name} must be positive, not {getattr(self, name)}")
+        for name in ("widen", "jobs", "memory_gb"):
+            if getattr(self, name) < 0:
+                raise UserError(f"study.{name} must not be negative, but is {getattr(self, name)}")
+        if not self.lrs or not all(0 < lr < float("inf") for lr in self.lrs):
+            raise UserError(f"study.lrs needs positive learning rates, not {self.lrs}")
+        if len(self.methods) < 2:
+            raise UserError("study.methods needs at least two methods to compare")
+        self.lrs = sorted(set(map(float, self.lrs)))
+        if len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison: `table` says what, `base` is the run configuration everything shares, `per_task` what
+    single tasks change in it."""
+
+    table: StudyConfig
+    base: dict[str, Any]
+    per_task: dict[str, dict[str, Any]] = field(default_factory=dict)
+    title: str = ""
+
+    @cached_property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """A method's name in tables -> its `[method]` table."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self.table.methods:
+            values = {"name": entry} if isinstance(entry, str) else dict(entry)
+            label = Method.from_dict(values).name
+            if label in found:
+                raise UserError(f"study.methods names {label} twice")
+            found[label] = values
+        return found
+
+    @property
+    def reference(self) -> str:
+        if self.table.reference is None:
+            return next(iter(self.methods))
+        label = Method.from_dict({"name": self.table.reference}).name
+        if label not in self.methods:
+            raise UserError(f"study.reference {label!r} is not among the methods: {', '.join(self.methods)}")
+        return label
+
+    @property
+    def tasks(self) -> list[str | None]:
+        """Names of tasks; `None` is the one of the [task] table."""
+        return [*self.table.tasks] or [None]
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(range(FIRST_SEED, FIRST_SEED + self.table.seeds))
+
+    @property
+    def choice_seeds(self) -> list[int]:
+        return list(range(FIRST_CHOICE_SEED, FIRST_CHOICE_SEED + self.table.choose_seeds))
+
+    def task_config(self, task: str | None) -> RunConfig:
+        """The run configuration of a task, before method, rate and seed."""
+        values = deepcopy(self.base)
+        if task is not None:
+            merge(values, {"task": {"name": task}})
+            merge(values, self.per_task.get(task, {}))
+        return make_config(values, self.title or "study")
+
+    def to_dict(self) -> dict[str, Any]:
+        table = {key: value for key, value in asdict(self.table).items() if value is not None}
+        per_task = {"per_task": self.per_task} if self.per_task else {}
+        return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
+
+    def to_toml(self) -> str:
+        return to_toml(self.to_dict())
+
+
+def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
+    """Check a nested mapping and make a Study of it."""
+    base = deepcopy(dict(values))
+    title = str(base.pop("title", ""))
+    per_task = base.pop("per_task", {})
+    table = checked(StudyConfig, base.pop("study", {}), f"{where}: [study]")
+    for section, key, instead in (
+        ("training", "lr", "study.lrs"),
+        ("training", "seed", "study.seeds"),
+        ("training", "test", "a study, which tests each measured run once"),
+        ("method", "name", "study.methods"),
+    ):
+        if key in base.get(section, {}):
+            raise UserError(f"{where}: {section}.{key} is set by {instead}; leave it out")
+    if strange := sorted(set(per_task) - set(table.tasks)):
+        raise UserError(f"{where}: per_task.{strange[0]} is not among study.tasks")
+    study = Study(table, base, per_task, title)
+    for task in study.tasks:  # checked before anything is spent
+        study.task_config(task)
+    assert study.reference
+    return study
+
+
+def shipped_studies() -> dict[str, Any]:
+    """The studies inside the package: name -> file."""
+    found = {}
+    for file in (files("oelm") / "experiments").iterdir():
+        if file.name.endswith(".toml") and "\n[study]" in "\n" + file.read_text(encoding="utf-8"):
+            found[file.name.removesuffix(".toml")] = file
+    return dict(sorted(found.items()))
+
+
+def read_study(name: str) -> dict[str, Any]:
+    """The values of a study by its shipped name, or of a TOML file."""
+    shipped = shipped_studies()
+    if name in shipped:
+        return read_toml(str(shipped[name]))
+    if not Path(name).is_file():
+        raise UserError(f"{name!r} is neither a file nor a shipped study; shipped: {', '.join(shipped)}")
+    values = read_toml(name)
+    if "study" not in values:
+        raise UserError(f"{name} is not a study: it has no [study] table")
+    return values

@@ -1,0 +1,175 @@
+"""A study's folder: what it holds, which runs belong to it, and how records of other machines come in."""
+
+import contextlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from oelm.atomic import lock_file, read_json, write_json, write_text
+from oelm.config import MethodConfig, RunConfig, read_toml
+from oelm.data import Store
+from oelm.errors import UserError
+from oelm.study.design import Study, make_study
+from oelm.study.matrix import Cell, Matrix, Scores, unfold
+from oelm.study.records import FILES, Identity, Record, find_records, identify
+from oelm.training.metrics import LOWER_IS_BETTER
+from oelm.version import NUMERICS
+
+
+@dataclass
+class Setting:
+    """One task of a study with its data: everything its runs share."""
+
+    study: Study
+    config: RunConfig
+    store: Store
+    precision: str
+    scores: Scores = field(default_factory=dict)  # on validation
+    tests: dict[Cell, float] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        return self.store.task
+
+    def run_config(self, cell: Cell) -> RunConfig:
+        method = MethodConfig(**self.study.methods[cell.method])
+        training = replace(self.config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
+        return replace(self.config, method=method, training=training)
+
+    def identity(self, cell: Cell) -> Identity:
+        return identify(self.run_config(cell), self.store.fingerprint, self.precision, NUMERICS)
+
+    def fits(self, record: Record) -> bool:
+        """Whether a record, perhaps of another machine, is of this setting; "auto" fits any precision."""
+        precision = record.results.get("precision", self.precision)
+        if self.config.training.precision not in ("auto", precision):
+            return False
+        cell = Cell(next(iter(self.study.methods)), self.study.table.lrs[0], 0, True)
+        own = identify(self.run_config(cell), self.store.fingerprint, precision, NUMERICS)
+        return own.setting == record.identity.setting
+
+    def folder(self, root: Path, cell: Cell) -> Path:
+        return root / run_folder(self.task, cell, self.identity(cell).key)
+
+    @property
+    def larger_is_better(self) -> bool:
+        return self.store.metric not in LOWER_IS_BETTER
+
+    def unfold(self) -> Matrix:
+        table = self.study.table
+        return unfold(
+            list(self.study.methods), table.lrs, self.study.choice_seeds, self.study.seeds, table.widen,
+            self.scores, self.larger_is_better,
+        )  # fmt: skip
+
+
+def run_folder(task: str, cell: Cell, key: str) -> Path:
+    """Where a run lies in its study: readable, and its own whatever else changes."""
+    part = "choice" if cell.choosing else "measured"
+    return Path("runs", _safe(task), _safe(cell.method), f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
+
+
+def _safe(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in name)[:80].strip(".")
+
+
+class StudyFolder:
+    """A study's folder, held by one process at a time: study.toml, study.json, runs/, log/."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @contextlib.contextmanager
+    def opened(self, study: Study) -> Iterator[None]:
+        """Take the folder for this study: new, or one of the same runs' common configuration.
+
+        Methods, tasks, rates and seeds may have been added or taken away; what is done is used again.
+        """
+        self._check(study)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_file(self.path / "study.lock")
+        except BlockingIOError:
+            raise UserError(f"{self.path} is in use by another process; wait for it") from None
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        try:
+            write_text(self.path / "study.toml", study.to_toml())
+            yield
+        finally:
+            self._lock.close()
+
+    def _check(self, study: Study) -> None:
+        if not (self.path / "study.toml").exists():
+            strangers = (
+                [p for p in self.path.iterdir() if p.name != "study.lock"] if self.path.is_dir() else []
+            )
+            if strangers or self.path.is_file():
+                raise UserError(f"{self.path} is not a study; name a new folder")
+            return
+        there = self.read()
+        for task in study.tasks:
+            if (
+                task in there.tasks
+                and there.task_config(task).identity() != study.task_config(task).identity()
+            ):
+                raise UserError(
+                    f"{self.path} holds a study with other settings (see its study.toml); name another folder"
+                )
+
+    def read(self) -> Study:
+        if not (self.path / "study.toml").is_file():
+            raise UserError(f"{self.path} is not a study: it has no study.toml")
+        return make_study(read_toml(self.path / "study.toml"), str(self.path / "study.toml"))
+
+    def settings(self) -> dict[str, list[str]]:
+        """Which runs in the folder belong to the study as it is now: made here, and imported."""
+        path = self.path / "study.json"
+        return read_json(path) if path.exists() else {"made": [], "imported": []}
+
+    def belong(self, **settings: list[str]) -> None:
+        write_json(self.path / "study.json", self.settings() | settings)
+
+    def records(self) -> tuple[list[Record], int]:
+        """The study's records, and how many others lie in its folder: of data or numerics of the past."""
+        known = {setting for settings in self.settings().values() for setting in settings}
+        found = list(find_records(self.path / "runs"))
+        ours = [record for record in found if record.identity.setting in known]
+        return ours, len(found) - len(ours)
+
+    def bring_in(self, source: Path, settings: list[Setting]) -> tuple[int, dict[str, int]]:
+        """Copy the records of another machine's runs; how many came, and how many did not, by the reason."""
+        if not source.is_dir():
+            raise UserError(f"{source}: no such folder")
+        came, refused, known = 0, Counter[str](), set()
+        for record in find_records(source):
+            fits = [s for s in settings if s.fits(record)]
+            if not record.completed:
+                refused[f"{record.results['status']}"] += 1
+            elif not fits:
+                refused["of another configuration, data or numerics version"] += 1
+            else:
+                known.add(record.identity.setting)
+                cell = Cell(record.method, record.lr, record.seed, record.choosing)
+                came += _copy(record, self.path / run_folder(fits[0].task, cell, record.identity.key))
+        self.belong(imported=sorted({*self.settings()["imported"], *known}))
+        return came, dict(refused)
+
+
+def _copy(record: Record, to: Path) -> bool:
+    """A record into a study's folder, whole or not at all; False where it is there already."""
+    if (to / "results.json").exists() and read_json(to / "results.json").get("status") == "completed":
+        return False
+    beside = to.with_name(f".{to.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for name in FILES:
+        if (record.folder / name).exists():
+            shutil.copyfile(record.folder / name, beside / name)
+    shutil.rmtree(to, ignore_errors=True)
+    beside.rename(to)
+    return True

@@ -1,0 +1,151 @@
+"""Records of runs: read from their folders, identified by what decides their result."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oelm.atomic import read_json
+from oelm.config import RunConfig
+from oelm.errors import UserError
+from oelm.method import Method
+from oelm.training.folder import read_config
+from oelm.training.metrics import LOWER_IS_BETTER
+
+FILES = (
+    "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",
+    "freeze_audit.json", "predictions.npz",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What two runs share (`setting`), and what one run is (`key`)."""
+
+    setting: str
+    key: str
+
+
+def identify(config: RunConfig, data: str, precision: str, numerics: int | None) -> Identity:
+    """A run's identity: its resolved configuration, the data's fingerprint and the numerics version.
+
+    Where the data lay and under which name it was asked for does not matter: the fingerprint is of the
+    texts, splits and tokens themselves.
+    """
+    values = config.identity()
+    training = values["training"] | {"precision": precision}
+    own = {key: training.pop(key, None) for key in ("lr", "seed", "test")}
+    own["method"] = Method.from_dict(config.method.overrides()).to_dict()
+    shared = {
+        "max_length": config.task.max_length,
+        "model": values["model"],
+        "training": training,
+        "data": data,
+        "numerics": numerics,
+    }
+    return Identity(_digest(shared), _digest(shared | own))
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run as its folder describes it."""
+
+    folder: Path
+    config: RunConfig
+    results: dict[str, Any]
+    environment: dict[str, Any]
+    identity: Identity
+
+    @property
+    def task(self) -> str:
+        return str(self.results["task"])
+
+    @property
+    def method(self) -> str:
+        return Method.from_dict(self.config.method.overrides()).name
+
+    @property
+    def lr(self) -> float:
+        return self.config.training.lr
+
+    @property
+    def seed(self) -> int:
+        return self.config.training.seed
+
+    @property
+    def metric(self) -> str:
+        return str(self.results["metric"])
+
+    @property
+    def larger_is_better(self) -> bool:
+        return self.metric not in LOWER_IS_BETTER
+
+    @property
+    def choosing(self) -> bool:
+        """Made for the choice of a rate: the test split was left alone."""
+        return not self.config.training.test
+
+    @property
+    def completed(self) -> bool:
+        return self.results.get("status") == "completed"
+
+    @property
+    def validation(self) -> float | None:
+        """The best evaluation on validation; None for a run that failed, or chose on another split."""
+        best = self.results.get("best") or {}
+        return best["metrics"][self.metric] if self.completed and best.get("split") == "validation" else None
+
+    @property
+    def test(self) -> float | None:
+        measured = self.results.get("test")
+        return measured["metrics"][self.metric] if self.completed and measured else None
+
+    @cached_property
+    def curve(self) -> list[dict[str, Any]]:
+        """The evaluations along the way: step, epoch, split, metrics."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if '"eval"' in line]
+        return [entry for entry in map(json.loads, lines) if entry["kind"] == "eval"]
+
+    def predictions(self) -> dict[str, np.ndarray] | None:
+        """What predictions.npz holds, where it is there."""
+        path = self.folder / "predictions.npz"
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a folder; None where the run has not ended yet."""
+    if not (folder / "results.json").exists() or not (folder / "environment.json").exists():
+        return None
+    config = read_config(folder)
+    results, environment = read_json(folder / "results.json"), read_json(folder / "environment.json")
+    if not isinstance(results, dict) or "metric" not in results or "status" not in results:
+        raise UserError(f"{folder / 'results.json'} is not the record of a run")
+    identity = identify(
+        config,
+        environment.get("data") or results.get("data_fingerprint") or "",
+        results.get("precision", config.training.precision),
+        environment.get("numerics"),
+    )
+    return Record(folder, config, results, environment, identity)
+
+
+def find_records(root: Path) -> Iterator[Record]:
+    """Every run below a folder that has ended, sorted by folder; what is not one is passed over."""
+    for path in sorted(root.rglob("results.json")):
+        if (path.parent / "config.toml").is_file() and (record := read_record(path.parent)) is not None:
+            yield record
