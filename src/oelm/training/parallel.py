@@ -25,7 +25,9 @@ def process_state() -> PartialState:
     Without a GPU it has to be told so: otherwise processes started by torchrun do not find each other, and
     each takes itself for the only one.
     """
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
+    state = PartialState(
+        cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    )
     if state.num_processes > 1:
         # One exit in five aborted ("terminate called ...") where gloo's threads were left to the destructors.
         atexit.unregister(_leave)
