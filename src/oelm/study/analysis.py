@@ -1,0 +1,450 @@
+"""From records to comparisons: what each method reached at its own best rate, and how sure the difference is.
+
+Everything here is computed from the records alone, so a report can be made anywhere and at any time. Runs
+are compared within a setting (same data, model and recipe), paired by seed. Differences are in points (per
+cent of the items) or, for perplexity, in per cent; a positive difference is always an improvement.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from oelm.atomic import read_json
+from oelm.errors import UserError
+from oelm.study import statistics
+from oelm.study.design import Study
+from oelm.study.folder import StudyFolder
+from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
+from oelm.study.matrix import Cell, Matrix, rate_means, unfold
+from oelm.study.records import Record, find_records
+
+FEWEST_SEEDS = 5  # for a claim (DESIGN, rule 4)
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that gave no number, and why."""
+
+    method: str
+    lr: float
+    seed: int
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method in one setting: the runs it was measured by, and the trials its rate was chosen from."""
+
+    method: str
+    lr: float | None  # at which it was measured; None where several were, or nothing
+    chosen: bool  # on validation, from a grid all methods share
+    records: tuple[Record, ...]  # measured, in the order of the seeds
+    trials: tuple[Record, ...]
+    failures: tuple[Failure, ...]
+    rates: dict[float, float | None]  # mean validation score of every rate tried; None: a run failed there
+
+    @property
+    def seeds(self) -> list[int]:
+        return [record.seed for record in self.records]
+
+    @property
+    def values(self) -> list[float]:
+        """The test metric of each measured run."""
+        return [value for record in self.records if (value := record.test) is not None]
+
+    @property
+    def at_chance(self) -> list[int]:
+        """Seeds whose run learned no more than the most frequent class."""
+        return [record.seed for record in self.records if record.results.get("at_chance")]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a number of results.json over the measured runs."""
+        found = [record.results[name] for record in self.records if name in record.results]
+        return fmean(found) if found else None
+
+    def test_metric(self, name: str) -> float | None:
+        found = [record.results["test"]["metrics"].get(name) for record in self.records]
+        known = [value for value in found if value is not None]
+        return fmean(known) if known else None
+
+    def step_time(self) -> float | None:
+        """Median seconds of a step, over the measured runs."""
+        found = []
+        for record in self.records:
+            path = record.folder / "timing_stats.json"
+            if path.exists() and "median_s" in (timing := read_json(path)):
+                found.append(timing["median_s"])
+        return median(found) if found else None
+
+    def area(self) -> float | None:
+        """The mean area under the measured runs' learning curves, on the metric's scale."""
+        areas = []
+        for record in self.records:
+            points = [(p["step"], p["metrics"][record.metric]) for p in record.curve]
+            if len(points) > 1:
+                areas.append(statistics.area_under_curve(*zip(*points, strict=True)))
+        return fmean(areas) if areas else None
+
+    def robustness(self, larger_is_better: bool, tolerance: float) -> statistics.Robustness | None:
+        if len([score for score in self.rates.values() if score is not None]) < 2:
+            return None
+        return statistics.rate_robustness(
+            list(self.rates), list(self.rates.values()), larger_is_better, tolerance
+        )
+
+    def expected_best(self, larger_is_better: bool) -> list[float]:
+        scores = [value for record in self.trials if (value := record.validation) is not None]
+        return statistics.expected_best(scores, None, larger_is_better).tolist() if scores else []
+
+
+@dataclass(frozen=True)
+class Group:
+    """One setting: a task, a model, a recipe; and what every method reached in it."""
+
+    setting: str
+    task: str
+    model: str
+    metric: str
+    precision: str
+    kind: str  # "share" (accuracy, F1: points) or "perplexity" (per cent)
+    reference: str
+    arms: dict[str, Arm]
+    matrix: Matrix | None  # of a study; None for runs that belong to none
+
+    @property
+    def larger_is_better(self) -> bool:
+        return self.kind == "share"
+
+    @property
+    def tolerance(self) -> float:
+        """One point on the metric's own scale (for perplexity: one per cent of the best)."""
+        if self.kind == "share":
+            return 0.01
+        scores = [s for arm in self.arms.values() for s in arm.rates.values() if s is not None]
+        return 0.01 * min(scores, default=1.0)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for arm in self.arms.values() for record in (*arm.trials, *arm.records)]
+
+    @property
+    def references(self) -> dict[str, dict[str, Any]]:
+        """Trivial references on the test split: name -> metrics."""
+        for arm in self.arms.values():
+            for record in arm.records:
+                found = record.results.get("references") or {}
+                return {name: splits["test"] for name, splits in found.items() if "test" in splits}
+        return {}
+
+    def behind(self, arm: Arm) -> list[str]:
+        """The trivial references that are better than the arm's mean."""
+        if not arm.values:
+            return []
+        mean, sign = fmean(arm.values), 1 if self.larger_is_better else -1
+        return [
+            name
+            for name, metrics in self.references.items()
+            if sign * metrics.get(self.metric, -sign * math.inf) > sign * mean
+        ]
+
+    def points(self, value: float) -> float:
+        """A value on the scale of differences: points, or 100 times the logarithm of a perplexity."""
+        return 100 * value if self.kind == "share" else -100 * math.log(value)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method against the reference of its setting; `differences` are by seed, positive is better."""
+
+    group: Group
+    method: str
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    paired: statistics.Paired | None
+    equivalence: statistics.Equivalence | None
+    items: ItemDifference | None  # on the scale of differences
+    mcnemar: McNemarSeeds | None
+    problems: tuple[str, ...]  # why nothing may be concluded: codes, see PROBLEMS
+    p_holm: float | None = None  # within the family of all comparisons of the study
+
+    @property
+    def arm(self) -> Arm:
+        return self.group.arms[self.method]
+
+    @property
+    def reference(self) -> Arm:
+        return self.group.arms[self.group.reference]
+
+    @property
+    def verdict(self) -> str:
+        """better, worse, equivalent, open (the data decide nothing), or void (see `problems`)."""
+        if self.problems or self.paired is None:
+            return "void"
+        if self.p_holm is not None and self.p_holm < LEVEL:
+            return "better" if self.paired.mean > 0 else "worse"
+        if self.equivalence is not None and self.equivalence.equivalent:
+            return "equivalent"
+        return "open"
+
+    @property
+    def negligible(self) -> bool:
+        """Different, and yet within the margin that was said not to matter."""
+        return bool(
+            self.verdict in ("better", "worse")
+            and self.equivalence is not None
+            and self.equivalence.equivalent
+        )
+
+
+PROBLEMS = {
+    "few_seeds": f"fewer than {FEWEST_SEEDS} pairs of seeds",
+    "other_rates": "the arms were measured at different learning rates that were not chosen on validation",
+    "unequal_trials": "the arms had different numbers of trials to choose their rate from",
+    "at_chance": "a run stayed at chance level",
+    "failed": "measured runs failed",
+    "unfinished": "measured runs are missing",
+    "chosen_on_test": "a run chose its best step on the test split",
+}
+
+
+@dataclass(frozen=True)
+class Across:
+    """A method against the reference over several tasks, in points."""
+
+    method: str
+    tasks: int
+    interquartile_mean: statistics.Estimate  # of the paired differences
+    probability_of_improvement: statistics.Estimate
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Everything a report says, as numbers."""
+
+    title: str
+    study: Study | None
+    groups: list[Group]
+    comparisons: list[Comparison]
+    across: list[Across]
+    left_out: int  # records in the folder that do not belong to the study
+    mixtures: dict[str, list[str]] = field(default_factory=dict)  # what differs between the runs
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for group in self.groups for record in group.records]
+
+
+def analyse(folder: Path) -> Analysis:
+    """Analyse a study's folder, or any folder with runs below."""
+    if (folder / "study.toml").is_file():
+        study_folder = StudyFolder(folder)
+        study: Study | None = study_folder.read()
+        records, left_out = study_folder.records()
+    elif folder.is_dir():
+        study, left_out = None, 0
+        records = list(find_records(folder))
+    else:
+        raise UserError(f"{folder}: no such folder")
+    if not records:
+        raise UserError(f"{folder} holds no run that has ended")
+    return analyse_records(records, study, left_out, folder.resolve().name)
+
+
+def analyse_records(
+    records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
+) -> Analysis:
+    by_setting: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_setting[record.identity.setting].append(record)
+    groups = [_group(setting, runs, study) for setting, runs in by_setting.items()]
+    groups.sort(key=lambda group: (group.task, group.model, group.setting))
+    margin = study.table.margin if study else 1.0
+    comparisons = [
+        _compare(group, method, margin, study)
+        for group in groups
+        for method in group.arms
+        if method != group.reference
+    ]
+    # One family: every comparison of the study, named by its matrix before it was run.
+    adjusted = statistics.holm([c.paired.p if c.paired and not c.problems else None for c in comparisons])
+    comparisons = [replace(c, p_holm=p) for c, p in zip(comparisons, adjusted, strict=True)]
+    return Analysis(
+        study.title if study and study.title else title,
+        study, groups, comparisons, _across(comparisons), left_out, _mixtures(records),
+    )  # fmt: skip
+
+
+def _group(setting: str, records: list[Record], study: Study | None) -> Group:
+    first = records[0]
+    methods = list(dict.fromkeys(record.method for record in records))
+    if study:
+        methods = [m for m in study.methods if m in methods]
+    else:
+        methods.sort(key=lambda m: (m != "baseline", m))
+    matrix = _matrix(records, study) if study else None
+    arms = {m: _arm(m, [r for r in records if r.method == m], matrix, study) for m in methods}
+    return Group(
+        setting=setting,
+        task=first.task,
+        model=str(first.results["model"]),
+        metric=first.metric,
+        precision=str(first.results.get("precision")),
+        kind="share" if first.larger_is_better else "perplexity",
+        reference=study.reference if study and study.reference in arms else methods[0],
+        arms=arms,
+        matrix=matrix,
+    )
+
+
+def _matrix(records: Iterable[Record], study: Study) -> Matrix:
+    scores = {
+        Cell(record.method, record.lr, record.seed, record.choosing): record.validation
+        for record in records
+        if record.completed or record.results["status"] == "failed"
+    }
+    first = next(iter(records))
+    return unfold(
+        list(study.methods), study.table.lrs, study.choice_seeds, study.seeds, study.table.widen, scores,
+        first.larger_is_better,
+    )  # fmt: skip
+
+
+def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> Arm:
+    trials = [record for record in records if record.choosing]
+    measured = [record for record in records if not record.choosing]
+    if matrix is not None and study is not None:
+        lr = matrix.chosen.get(method)
+        trials = [r for r in trials if r.lr in matrix.grid and r.seed in study.choice_seeds]
+        measured = [r for r in measured if r.lr == lr and r.seed in study.seeds]
+        chosen = len(matrix.grid) > 1 and lr is not None
+    else:
+        rates = {record.lr for record in measured}
+        lr, chosen = (rates.pop() if len(rates) == 1 else None), False
+    failures = tuple(
+        Failure(method, r.lr, r.seed, str(r.results["status"]), str(r.results.get("reason", "")))
+        for r in (*trials, *measured)
+        if not r.completed
+    )
+    complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
+    return Arm(method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials))
+
+
+def _rates(method: str, trials: list[Record]) -> dict[float, float | None]:
+    scores = {Cell(method, r.lr, r.seed, True): r.validation for r in trials}
+    found: dict[float, float | None] = {}
+    for lr in sorted({r.lr for r in trials}):
+        seeds = [cell.seed for cell in scores if cell.lr == lr]
+        found |= rate_means(method, [lr], seeds, scores)
+    return found
+
+
+def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
+    arm, reference = group.arms[method], group.arms[group.reference]
+    ours = {r.seed: r for r in arm.records}
+    theirs = {r.seed: r for r in reference.records}
+    seeds = tuple(sorted(ours.keys() & theirs.keys()))
+    differences = tuple(
+        group.points(ours[seed].test) - group.points(theirs[seed].test)  # type: ignore[arg-type]
+        for seed in seeds
+    )
+    items, mcnemar = _by_item(group, [ours[s] for s in seeds], [theirs[s] for s in seeds])
+    return Comparison(
+        group, method, seeds, differences,
+        statistics.paired(differences) if seeds else None,
+        statistics.equivalence(differences, margin) if seeds else None,
+        items, mcnemar,
+        tuple(_problems(arm, reference, seeds, study)),
+    )  # fmt: skip
+
+
+def _problems(arm: Arm, reference: Arm, seeds: Sequence[int], study: Study | None) -> Iterable[str]:
+    wanted = len(study.seeds) if study else max(len(arm.seeds), len(reference.seeds))
+    measured_failures = [
+        f for a in (arm, reference) for f in a.failures if f.lr == a.lr and f.status == "failed"
+        and f.seed not in {r.seed for r in a.trials}
+    ]  # fmt: skip
+    if measured_failures:
+        yield "failed"
+    elif len(seeds) < wanted:
+        yield "unfinished"
+    if len(seeds) < FEWEST_SEEDS:
+        yield "few_seeds"
+    if not (arm.chosen and reference.chosen) and (arm.lr is None or arm.lr != reference.lr):
+        yield "other_rates"
+    if arm.chosen and reference.chosen and arm.rates.keys() != reference.rates.keys():
+        yield "unequal_trials"
+    if arm.at_chance or reference.at_chance:
+        yield "at_chance"
+    if any(r.config.training.choose_on == "test" for r in (*arm.records, *reference.records)):
+        yield "chosen_on_test"
+
+
+def _by_item(
+    group: Group, ours: list[Record], theirs: list[Record]
+) -> tuple[ItemDifference | None, McNemarSeeds | None]:
+    """The same difference over test items: from the predictions that were saved, where there are classes."""
+    if group.metric != "accuracy" or not ours:
+        return None, None
+    a, b = _correct(ours), _correct(theirs)
+    if a is None or b is None or a.shape != b.shape:
+        return None, None
+    found = item_bootstrap(100.0 * a, 100.0 * b)
+    return found, mcnemar_seeds(a, b)
+
+
+def _correct(records: list[Record]) -> np.ndarray | None:
+    """Right or wrong for every run and item, items in one order."""
+    rows = []
+    for record in records:
+        arrays = record.predictions()
+        if arrays is None or "predictions" not in arrays or arrays["labels"].ndim != 1:
+            return None
+        order = np.argsort(arrays["ids"], kind="stable")
+        rows.append((arrays["predictions"] == arrays["labels"])[order])
+    return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
+
+
+def _across(comparisons: Sequence[Comparison]) -> list[Across]:
+    """Over tasks, where there are several."""
+    by_method: dict[str, list[Comparison]] = defaultdict(list)
+    for comparison in comparisons:
+        if comparison.differences:
+            by_method[comparison.method].append(comparison)
+    found = []
+    for method, several in by_method.items():
+        if len(several) < 2:
+            continue
+        points = [c.group.points for c in several]
+        ours = [[p(v) for v in c.arm.values] for p, c in zip(points, several, strict=True)]
+        theirs = [[p(v) for v in c.reference.values] for p, c in zip(points, several, strict=True)]
+        found.append(
+            Across(
+                method,
+                len(several),
+                statistics.interquartile_mean([c.differences for c in several]),
+                statistics.probability_of_improvement(ours, theirs),
+            )
+        )
+    return found
+
+
+def _mixtures(records: Sequence[Record]) -> dict[str, list[str]]:
+    """What the runs of a study do not share and a reader should know."""
+    seen: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        environment = record.environment
+        seen["commit"].add(str(environment.get("commit")))
+        seen["oelm"].add(str(environment.get("oelm")))
+        seen["hardware"].add(str(environment.get("gpu") or environment.get("cpu")))
+        seen["python"].add(str(environment.get("python")))
+        for package, version in environment.get("packages", {}).items():
+            seen[package].add(str(version))
+    return {name: sorted(values) for name, values in seen.items() if len(values) > 1}
