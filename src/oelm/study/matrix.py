@@ -72,7 +72,7 @@ def unfold(
         for side in growing:
             room[side] -= 1
             matrix.grid = grown(matrix.grid, side)
-    matrix.at_edge = sorted({*edges["low"], *edges["high"]}) if widen else []
+    matrix.at_edge = sorted({*edges["low"], *edges["high"]})
     matrix.failed = [m for m in methods if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
     matrix.needed += [cell for m, lr in matrix.chosen.items() for cell in measured(m, lr)]

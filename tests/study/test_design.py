@@ -1,0 +1,74 @@
+"""A study as a file and as a value: what is accepted, what is refused, and that nothing is lost."""
+
+import pytest
+
+from oelm.errors import UserError
+from oelm.study.design import make_study, read_study, shipped_studies
+
+FILE = """
+title = "two tasks"
+[study]
+tasks = ["imdb", "sst2"]
+methods = ["baseline", "oelm", {name = "oelm", init = "own"}]
+lrs = [1e-3, 3e-4]
+[task]
+max_length = 128
+[model]
+name = "gpt-small"
+[training]
+epochs = 2
+[per_task.imdb.training]
+steps = 10
+"""
+
+
+def test_a_file_becomes_a_study_and_comes_back(tmp_path):
+    (tmp_path / "s.toml").write_text(FILE)
+    study = make_study(read_study(str(tmp_path / "s.toml")))
+    assert list(study.methods) == ["baseline", "oelm", "oelm (init=own)"]
+    assert study.reference == "baseline" and study.table.lrs == [3e-4, 1e-3]
+    imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
+    assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
+    assert sst2.training.epochs == 2 and sst2.task.name == "sst2" and sst2.task.max_length == 128
+    (tmp_path / "again.toml").write_text(study.to_toml())
+    again = make_study(read_study(str(tmp_path / "again.toml")))
+    assert again.to_dict() == study.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"study": {"methods": ["baseline"]}}, "at least two"),
+        ({"study": {"methods": ["oelm", "oelm-qk"]}}, "oelm twice"),
+        ({"study": {"methods": ["baseline", "nonsense"]}}, "nonsense"),
+        ({"study": {"reference": "oelm-random"}}, "not among the methods"),
+        ({"study": {"lrs": [0.0, 1e-3]}}, "positive learning rates"),
+        ({"study": {"lrs": []}}, "positive learning rates"),
+        ({"study": {"seeds": 0}}, "study.seeds must be positive"),
+        ({"study": {"colour": 1}}, "unknown key 'colour'"),
+        ({"study": {"tasks": ["imdb", "imdb"]}}, "twice"),
+        ({"training": {"lr": 1e-3}}, "study.lrs"),
+        ({"training": {"seed": 1}}, "study.seeds"),
+        ({"method": {"name": "oelm"}}, "study.methods"),
+        ({"training": {"epoch": 1}}, "unknown key 'training.epoch'"),
+        ({"study": {"tasks": ["imdb"]}, "per_task": {"sst2": {}}}, "per_task.sst2"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(values, says):
+    with pytest.raises(UserError, match=says) as error:
+        make_study({"task": {"data": "x.csv"}, **values})
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
+    with pytest.raises(UserError, match="neither a file nor a shipped study"):
+        read_study("nonsense")
+    (tmp_path / "run.toml").write_text("[task]\nname = 'imdb'\n")
+    with pytest.raises(UserError, match="no \\[study\\] table"):
+        read_study(str(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize("name", list(shipped_studies()))
+def test_every_shipped_study_is_one(name):
+    study = make_study(read_study(name), name)
+    assert study.title and len(study.methods) >= 2
