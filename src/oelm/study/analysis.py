@@ -348,24 +348,35 @@ def _rates(method: str, trials: list[Record]) -> dict[float, float | None]:
 
 def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
     arm, reference = group.arms[method], group.arms[group.reference]
-    ours = {r.seed: r for r in arm.records}
-    theirs = {r.seed: r for r in reference.records}
-    seeds = tuple(sorted(ours.keys() & theirs.keys()))
+    pairs = pair_runs(arm, reference)
+    seeds = tuple(ours.seed for ours, _ in pairs)
     differences = tuple(
-        group.points(ours[seed].test) - group.points(theirs[seed].test)  # type: ignore[arg-type]
-        for seed in seeds
+        group.points(ours.test) - group.points(theirs.test)  # type: ignore[arg-type]
+        for ours, theirs in pairs
     )
-    items, mcnemar = _by_item(group, [ours[s] for s in seeds], [theirs[s] for s in seeds])
+    items, mcnemar = _by_item(group, [ours for ours, _ in pairs], [theirs for _, theirs in pairs])
     return Comparison(
         group, method, seeds, differences,
         statistics.paired(differences) if seeds else None,
         statistics.equivalence(differences, margin) if seeds else None,
         items, mcnemar,
-        tuple(_problems(arm, reference, seeds, study)),
+        find_problems(arm, reference, study),
     )  # fmt: skip
 
 
-def _problems(arm: Arm, reference: Arm, seeds: Sequence[int], study: Study | None) -> Iterable[str]:
+def pair_runs(arm: Arm, reference: Arm) -> list[tuple[Record, Record]]:
+    """The measured runs of two arms that share a seed, in the order of the seeds."""
+    ours = {r.seed: r for r in arm.records}
+    theirs = {r.seed: r for r in reference.records}
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def find_problems(arm: Arm, reference: Arm, study: Study | None) -> tuple[str, ...]:
+    """Why nothing may be concluded from two arms of a group: codes of PROBLEMS, none if all is well."""
+    return tuple(_problems(arm, reference, len(pair_runs(arm, reference)), study))
+
+
+def _problems(arm: Arm, reference: Arm, pairs: int, study: Study | None) -> Iterable[str]:
     wanted = len(study.seeds) if study else max(len(arm.seeds), len(reference.seeds))
     measured_failures = [
         f for a in (arm, reference) for f in a.failures if f.lr == a.lr and f.status == "failed"
@@ -373,9 +384,9 @@ def _problems(arm: Arm, reference: Arm, seeds: Sequence[int], study: Study | Non
     ]  # fmt: skip
     if measured_failures:
         yield "failed"
-    elif len(seeds) < wanted:
+    elif pairs < wanted:
         yield "unfinished"
-    if len(seeds) < FEWEST_SEEDS:
+    if pairs < FEWEST_SEEDS:
         yield "few_seeds"
     if not (arm.chosen and reference.chosen) and (arm.lr is None or arm.lr != reference.lr):
         yield "other_rates"
