@@ -69,6 +69,23 @@ def study(
         conduct_and_report(found, folder, limit, lang, as_json)
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A study's folder, or any folder with runs.")],
+    lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
+) -> None:
+    """Report on a study or on runs: report.md and report.html in their folder. Example: oelm report s"""
+    from oelm.study.report import as_plain, summary, write_report
+
+    written = write_report(folder, lang)
+    if as_json:
+        typer.echo(json.dumps(as_plain(written.analysis, lang), indent=1, ensure_ascii=False))
+        return
+    typer.echo(summary(written.analysis, lang))
+    typer.echo(f"\n{written.markdown}\n{written.html}")
+
+
 def resolve_study(
     name: str | None, out: Path | None, given: dict[str, Any], assignments: list[str]
 ) -> "Study":

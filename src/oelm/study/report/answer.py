@@ -1,0 +1,181 @@
+"""The answer in two sentences: what came out, and under which conditions."""
+
+from collections.abc import Sequence
+
+from oelm.study.analysis import FEWEST_SEEDS, PROBLEMS, Comparison, Group
+from oelm.study.records import Record
+from oelm.study.report import numbers
+from oelm.study.report.view import View
+
+MOST_CLAUSES = 3  # comparisons that are told one by one; more are counted
+MOST_NAMES = 8
+VERDICTS = ("better", "worse", "equivalent", "open", "void")
+
+
+def answer(view: View) -> list[str]:
+    """Two sentences, honest and plain."""
+    comparisons = view.analysis.comparisons
+    if not comparisons:
+        methods = dict.fromkeys(m for group in view.analysis.groups for m in group.arms)
+        first = view.words("answer.nothing", methods=view.words.items(methods))
+    elif len({c.group.setting for c in comparisons}) == 1 and len(comparisons) <= MOST_CLAUSES:
+        clauses = view.words("list.semicolon").join(clause(view, c) for c in comparisons)
+        first = view.words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
+    else:
+        first = _counted(view, comparisons)
+    return [first, _conditions(view)]
+
+
+def clause(view: View, comparison: Comparison) -> str:
+    """One comparison in words."""
+    group, verdict, paired = comparison.group, comparison.verdict, comparison.paired
+    names = {"method": comparison.method, "reference": group.reference}
+    if verdict == "void" or paired is None:
+        return view.words(
+            "answer.void", **names, reasons=reasons(view, comparison), seen=_seen(view, comparison)
+        )
+    digits = view.digits(comparison)
+    difference = view.amount(group, numbers.signed(paired.mean, digits))
+    if verdict == "open":
+        if paired.low is None or paired.low == paired.high:
+            return view.words("answer.open_flat", **names, diff=difference, n=paired.n)
+        span = view.span(paired.low, paired.high, digits)
+        return view.words("answer.open", **names, diff=difference, interval=span)
+    margin = _margin(view, comparison)
+    if verdict == "equivalent":
+        test = comparison.equivalence
+        assert test is not None
+        span = view.span(test.low, test.high, numbers.digits_for(test.low, test.high))
+        p = numbers.equals(test.p)
+        return view.words(
+            "answer.equivalent", **names, margin=margin, diff=difference, interval=span, n=paired.n, p=p
+        )
+    # The verb says the direction, so the numbers need no sign.
+    sign = 1 if verdict == "better" else -1
+    ends = sorted(sign * end for end in (paired.low, paired.high) if end is not None)
+    return view.words(
+        f"answer.{verdict}_{group.kind}",
+        **names,
+        metric=view.metric(group),
+        diff=view.amount(group, numbers.fixed(sign * paired.mean, digits)),
+        interval=view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else numbers.NOTHING,
+        n=paired.n,
+        p=numbers.equals(comparison.p_holm),
+        tail=view.words("answer.negligible", margin=margin) if comparison.negligible else "",
+    )
+
+
+def reasons(view: View, comparison: Comparison) -> str:
+    """Why nothing may be concluded."""
+    arms = (comparison.reference, comparison.arm)
+    runs = view.words("list.semicolon").join(
+        view.words("problem.seeds", method=arm.method, seeds=view.words.items(map(str, arm.at_chance)))
+        for arm in arms
+        if arm.at_chance
+    )
+    values = {"n": len(comparison.seeds), "fewest": FEWEST_SEEDS, "runs": runs}
+    known = [
+        view.words(f"problem.{code}", **values)
+        if view.words.name("problem", code) != code
+        else PROBLEMS.get(code, code)
+        for code in comparison.problems
+    ]
+    return view.words("list.semicolon").join(known)
+
+
+def _seen(view: View, comparison: Comparison) -> str:
+    paired = comparison.paired
+    if paired is None:
+        return view.words("answer.seen_nothing")
+    text = numbers.signed(paired.mean, view.digits(comparison))
+    return view.words("answer.seen", diff=view.amount(comparison.group, text), n=paired.n)
+
+
+def _margin(view: View, comparison: Comparison) -> str:
+    assert comparison.equivalence is not None
+    return view.amount(comparison.group, f"{comparison.equivalence.margin:g}")
+
+
+def _counted(view: View, comparisons: Sequence[Comparison]) -> str:
+    references = {c.group.reference for c in comparisons}
+    reference = references.pop() if len(references) == 1 else view.words("answer.the_reference")
+    parts = []
+    for verdict in VERDICTS:
+        several = [c for c in comparisons if c.verdict == verdict]
+        if several:
+            names = view.words.items(_name(view, c, comparisons) for c in several[:MOST_NAMES])
+            if len(several) > MOST_NAMES:
+                names = view.words("list.more", names=names, count=len(several) - MOST_NAMES)
+            parts.append(view.words(f"answer.count_{verdict}", count=len(several), names=names))
+    return view.words(
+        "answer.counts", total=len(comparisons), reference=reference, parts=view.words.items(parts)
+    )
+
+
+def _name(view: View, comparison: Comparison, among: Sequence[Comparison]) -> str:
+    """A comparison by what tells it from the others, with its difference."""
+    task, method = view.label(comparison.group), comparison.method
+    if len({c.group.setting for c in among}) == 1:
+        name = method
+    elif len({c.method for c in among}) == 1:
+        name = task
+    else:
+        name = view.words("answer.pair", method=method, task=task)
+    if comparison.verdict == "void" or comparison.paired is None:
+        return name
+    text = numbers.signed(comparison.paired.mean, view.digits(comparison))
+    return f"{name} {view.amount(comparison.group, text)}"
+
+
+def _conditions(view: View) -> str:
+    """At which rates the methods were measured, and where trivial references stand."""
+    arms = [arm for group in view.analysis.groups for arm in group.arms.values() if arm.records]
+    rates = {arm.lr for arm in arms}
+    if not arms:
+        key = "unmeasured"
+    elif all(arm.chosen for arm in arms):
+        key = "chosen"
+    else:
+        key = "same" if len(rates) == 1 and None not in rates else "other"
+    detail, tail = "", ""
+    if len(view.analysis.groups) == 1:
+        tail = _trivial(view, view.analysis.groups[0])
+        shown = [
+            numbers.rate(arm.lr) if key == "same" else f"{arm.method} {_rates(arm.records)}" for arm in arms
+        ]
+        if shown:
+            detail = view.words("answer.detail", rates=view.words.items(dict.fromkeys(shown)))
+    else:
+        tail = _trivial_anywhere(view)
+    return view.words(f"answer.{key}", detail=detail, tail=tail)
+
+
+def _rates(records: Sequence[Record]) -> str:
+    return "/".join(numbers.rate(lr) for lr in sorted({record.lr for record in records}))
+
+
+def _trivial(view: View, group: Group) -> str:
+    """Where the best trivial reference stands among the methods."""
+    known = {name: m[group.metric] for name, m in group.references.items() if group.metric in m}
+    arms = [arm for arm in group.arms.values() if arm.values]
+    if not known or not arms:
+        return ""
+    best = (max if group.larger_is_better else min)(known, key=lambda name: known[name])
+    behind = [arm.method for arm in arms if best in group.behind(arm)]
+    key = "behind_all" if not behind else "ahead_all" if len(behind) == len(arms) else "ahead_some"
+    value = view.quantity(group, known[best])
+    if group.metric == "perplexity":
+        bits = numbers.fixed(group.references[best].get("bits_per_byte"), 3)
+        value = view.words("answer.perplexity", value=value, bits=bits)
+    name = view.words.name("trivial", best)
+    return view.words(f"answer.{key}", name=name, value=value, methods=view.words.items(behind))
+
+
+def _trivial_anywhere(view: View) -> str:
+    groups = [g for g in view.analysis.groups if g.references and any(a.values for a in g.arms.values())]
+    ahead = [view.label(g) for g in groups if any(g.behind(arm) for arm in g.arms.values())]
+    if not groups:
+        return ""
+    if not ahead:
+        return view.words("answer.tasks_behind")
+    return view.words("answer.tasks_ahead", tasks=view.words.items(ahead))

@@ -1,0 +1,153 @@
+"""From an analysis to a document: which sections there are, and what stands in them."""
+
+from collections.abc import Callable
+
+from oelm.study.analysis import Group
+from oelm.study.claims import Verdict, judge
+from oelm.study.report import figures, numbers, tables
+from oelm.study.report.answer import answer
+from oelm.study.report.document import Block, Bullets, Cell, Document, Paragraph, Section, Table
+from oelm.study.report.notices import notices
+from oelm.study.report.repeat import repeat
+from oelm.study.report.view import View
+
+CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}
+
+
+def build(view: View, folder: str) -> Document:
+    """The whole report. Sections without content are left out."""
+    words, analysis = view.words, view.analysis
+    warned = notices(view)
+    sections = {
+        "results": _results(view),
+        "rates": _rates(view),
+        "curves": _present(figures.curves(view)),
+        "certainty": _certainty(view),
+        "across": _across(view),
+        "claims": _claims(view),
+        "cost": _per_group(view, tables.cost, "cost_note"),
+        "raw": _raw(view),
+        "warnings": _warnings(view),
+        "repeat": repeat(view, folder),
+    }
+    alert = ""
+    if warned:
+        alert = words("page.alert_one") if len(warned) == 1 else words("page.alert", count=len(warned))
+    methods = dict.fromkeys(method for group in analysis.groups for method in group.arms)
+    subtitle = words(
+        "page.subtitle",
+        runs=len(analysis.records),
+        methods=words.items(methods),
+        tasks=words.items(dict.fromkeys(group.task for group in analysis.groups)),
+        models=words.items(dict.fromkeys(group.model for group in analysis.groups)),
+    )
+    return Document(
+        lang="zh-CN" if words.lang == "zh" else words.lang,
+        title=words("page.title", title=analysis.title),
+        subtitle=subtitle,
+        answer=answer(view),
+        alert=alert,
+        sections=[
+            Section(key, words(f"section.{key}"), blocks) for key, blocks in sections.items() if blocks
+        ],
+    )
+
+
+def _present(*blocks: Block | None) -> list[Block]:
+    return [block for block in blocks if block is not None]
+
+
+def _results(view: View) -> list[Block]:
+    groups = view.analysis.groups
+    kinds = dict.fromkeys(group.kind for group in groups)
+    blocks = _present(*(figures.forest(view, kind) for kind in kinds))
+    blocks += [tables.results(view, group) for group in groups]
+    note = view.words("section.results_note")
+    if "perplexity" in kinds:
+        note += " " + view.words("section.results_perplexity")
+    return [*blocks, Paragraph(note, tone="note")]
+
+
+def _rates(view: View) -> list[Block]:
+    drawn = _present(figures.rates(view), figures.expected_best(view))
+    return [*drawn, *_per_group(view, tables.rates, "rates_note")]
+
+
+def _per_group(view: View, make: Callable[[View, Group], Table | None], note: str) -> list[Block]:
+    found = _present(*(make(view, group) for group in view.analysis.groups))
+    return [*found, Paragraph(view.words(f"section.{note}"), tone="note")] if found else []
+
+
+def _metrics(view: View) -> str:
+    return view.words.items(dict.fromkeys(view.metric(group) for group in view.analysis.groups))
+
+
+def _certainty(view: View) -> list[Block]:
+    table = tables.certainty(view, view.analysis.comparisons)
+    if not table.rows:
+        return []
+    return [table, Paragraph(view.words("section.certainty_note", metrics=_metrics(view)), tone="note")]
+
+
+def _across(view: View) -> list[Block]:
+    if not view.analysis.across:
+        return []
+    return [tables.across(view), Paragraph(view.words("section.across_note"), tone="note")]
+
+
+def _raw(view: View) -> list[Block]:
+    blocks = _present(*(tables.raw(view, group) for group in view.analysis.groups))
+    if blocks:
+        blocks.insert(0, Paragraph(view.words("section.raw_note", metrics=_metrics(view)), tone="note"))
+    tried = _present(*(tables.trials(view, group) for group in view.analysis.groups))
+    if tried:
+        blocks += [Paragraph(view.words("section.trials_note"), tone="note"), *tried]
+    return blocks
+
+
+def _warnings(view: View) -> list[Block]:
+    warned = notices(view)
+    if not warned:
+        return [Paragraph(view.words("section.none"))]
+    blocks: list[Block] = []
+    for kind in dict.fromkeys(notice.kind for notice in warned):
+        items = [notice.text for notice in warned if notice.kind == kind]
+        blocks += [Paragraph(view.words(f"notice.{kind}"), tone="heading"), Bullets(items)]
+    return blocks
+
+
+def _claims(view: View) -> list[Block]:
+    """The published claims that these records concern; the others in one line."""
+    judged = judge(view.analysis)
+    concerned = [verdict for verdict in judged if verdict.details]
+    if not concerned:
+        return []
+    words = view.words
+    head = [
+        words("claim.id"), words("claim.verdict"), words("claim.number"), "n", words("claim.claim"),
+        words("claim.reason"),
+    ]  # fmt: skip
+    rows = [_claim(view, verdict) for verdict in concerned]
+    blocks: list[Block] = [Table(head, rows, "llrrll")]
+    if rest := [verdict.id for verdict in judged if not verdict.details]:
+        blocks.append(Paragraph(words("claim.rest", ids=words.items(rest)), tone="note"))
+    return blocks
+
+
+def _claim(view: View, verdict: Verdict) -> list[Cell]:
+    zh = view.words.lang == "zh"
+    measured = numbers.NOTHING
+    if verdict.number is not None:
+        digits = numbers.digits_for(*(verdict.interval or ()))
+        measured = numbers.fixed(verdict.number, digits)
+        if verdict.interval is not None:
+            ends = (numbers.fixed(end, digits) for end in verdict.interval)
+            measured = view.words("list.with", name=measured, detail=view.words.range(*ends))
+    return [
+        Cell(verdict.id),
+        Cell(view.words.name("claim", verdict.verdict), tone=CLAIM_TONES[verdict.verdict]),
+        Cell(measured),
+        Cell(str(verdict.n)),
+        Cell(verdict.claim_zh if zh else verdict.claim),
+        Cell(verdict.reason_zh if zh else verdict.reason),
+    ]

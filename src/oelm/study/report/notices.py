@@ -1,0 +1,132 @@
+"""Everything a reader should know before believing the numbers: each thing once, the gravest first."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from oelm.study.analysis import Group
+from oelm.study.matrix import Cell
+from oelm.study.report import numbers
+from oelm.study.report.answer import reasons
+from oelm.study.report.view import View
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
+MOST_RUNS = 12  # that are listed by name in one line
+
+
+@dataclass(frozen=True)
+class Notice:
+    """`kind` is the heading it stands under; see `[notice]` in the words."""
+
+    kind: str
+    text: str
+
+
+def notices(view: View) -> list[Notice]:
+    """All warnings of an analysis, grouped by kind."""
+    found = [
+        Notice("void", f"{view.label(c.group)}, {c.method}: {reasons(view, c)}")
+        for c in view.analysis.comparisons
+        if c.problems
+    ]
+    for group in view.analysis.groups:
+        found += _failures(view, group)
+    for group in view.analysis.groups:
+        found += _of_group(view, group)
+    words = view.words
+    for name, values in view.analysis.mixtures.items():
+        found.append(Notice("mixture", words("notice.mixed", what=name, values=words.items(values))))
+    if view.analysis.left_out:
+        found.append(Notice("mixture", words("notice.left_out", count=view.analysis.left_out)))
+    found += [Notice("run", text) for text in _of_runs(view)]
+    order = ("void", "failed", "chance", "trivial", "rate", "unfinished", "mixture", "run")
+    return sorted(found, key=lambda notice: order.index(notice.kind))
+
+
+def _failures(view: View, group: Group) -> Iterable[Notice]:
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for arm in group.arms.values():
+        for failure in arm.failures:
+            run = view.words(
+                "notice.run_name", method=failure.method, rate=numbers.rate(failure.lr), seed=failure.seed
+            )
+            by_reason[failure.status, failure.reason].append(run)
+    for (status, reason), runs in by_reason.items():
+        yield Notice(
+            "failed",
+            view.words(
+                "notice.failure",
+                task=view.label(group),
+                status=view.words.name("status", status),
+                runs=_some(view, runs),
+                reason=reason or view.words("notice.no_reason"),
+            ),
+        )
+
+
+def _some(view: View, names: list[str]) -> str:
+    shown = view.words("list.semicolon").join(names[:MOST_RUNS])
+    rest = len(names) - MOST_RUNS
+    return view.words("list.more", names=shown, count=rest) if rest > 0 else shown
+
+
+def _of_group(view: View, group: Group) -> Iterable[Notice]:
+    words, label = view.words, view.label(group)
+    for arm in group.arms.values():
+        values = {"task": label, "method": arm.method, "rate": numbers.rate(arm.lr)}
+        if arm.at_chance:
+            seeds = words.items(map(str, arm.at_chance))
+            yield Notice("chance", words("notice.at_chance", **values, seeds=seeds))
+        if behind := group.behind(arm):
+            names = words.items(words.name("trivial", name) for name in behind)
+            yield Notice("trivial", words("notice.behind", **values, names=names))
+        if arm.records and not arm.chosen:
+            rates = words.items(map(numbers.rate, sorted({record.lr for record in arm.records})))
+            yield Notice("rate", words("notice.not_chosen", **values | {"rate": rates}))
+        if group.matrix and arm.method in group.matrix.at_edge:
+            yield Notice("rate", words("notice.at_edge", **values))
+        if group.matrix and arm.method in group.matrix.failed:
+            yield Notice("rate", words("notice.no_rate", **values))
+    if missing := _missing(group):
+        yield Notice("unfinished", words("notice.missing", task=label, count=missing))
+
+
+def _missing(group: Group) -> int:
+    """Runs that the study needs, as far as it can be known, and that have not ended."""
+    if group.matrix is None:
+        return 0
+    ended = {Cell(r.method, r.lr, r.seed, r.choosing) for r in group.records}
+    ended |= {
+        Cell(f.method, f.lr, f.seed, choosing)
+        for arm in group.arms.values()
+        for f in arm.failures
+        if f.status == "failed"
+        for choosing in (True, False)
+    }
+    return len([cell for cell in group.matrix.needed if cell not in ended])
+
+
+def _of_runs(view: View) -> Iterable[str]:
+    """The warnings of the runs themselves: equal ones are one line, whatever their numbers, with a count."""
+    for group in view.analysis.groups:
+        by_shape: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+        for record in group.records:
+            for text in dict.fromkeys(map(str, record.results.get("warnings") or [])):
+                by_shape[tuple(NUMBER.split(text))].append(NUMBER.findall(text))
+        for words_between, occurrences in by_shape.items():
+            yield view.words(
+                "notice.of_runs",
+                task=view.label(group),
+                text=_joined(view, words_between, occurrences),
+                count=len(occurrences),
+            )
+
+
+def _joined(view: View, between: tuple[str, ...], occurrences: list[list[str]]) -> str:
+    """One text for warnings that differ in their numbers only: each number, or the range of it."""
+    text = between[0]
+    for after, values in zip(between[1:], zip(*occurrences, strict=True), strict=True):
+        low, high = min(values, key=float), max(values, key=float)
+        text += (low if low == high else view.words.range(low, high)) + after
+    return text

@@ -1,0 +1,100 @@
+"""An analysis as plain values, ready for JSON."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from oelm.study.analysis import Analysis, Arm, Comparison, Group
+from oelm.study.report.answer import answer
+from oelm.study.report.notices import notices
+from oelm.study.report.view import View
+from oelm.study.report.words import Words
+
+
+def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
+    """Arms, comparisons, claims and warnings as JSON values; what is not a finite number is null."""
+    from oelm.study.claims import judge
+
+    view = View(analysis, Words(lang))
+    values = {
+        "title": analysis.title,
+        "answer": answer(view),
+        "settings": [_group(view, group) for group in analysis.groups],
+        "comparisons": [_comparison(view, comparison) for comparison in analysis.comparisons],
+        "across": [asdict(entry) for entry in analysis.across],
+        "claims": [asdict(verdict) for verdict in judge(analysis)],
+        "warnings": [asdict(notice) for notice in notices(view)],
+        "mixtures": analysis.mixtures,
+        "left_out": analysis.left_out,
+    }
+    found = _finite(values)
+    assert isinstance(found, dict)
+    return found
+
+
+def _group(view: View, group: Group) -> dict[str, Any]:
+    return {
+        "label": view.label(group),
+        "task": group.task,
+        "model": group.model,
+        "metric": group.metric,
+        "precision": group.precision,
+        "reference": group.reference,
+        "references": group.references,
+        "published": {experiment.id: value for experiment, value in view.published(group)},
+        "arms": [_arm(view, group, arm) for arm in group.arms.values()],
+    }
+
+
+def _arm(view: View, group: Group, arm: Arm) -> dict[str, Any]:
+    interval = view.interval(group, arm)
+    robustness = arm.robustness(group.larger_is_better, group.tolerance)
+    runs = arm.records or arm.trials
+    return {
+        "method": arm.method,
+        "lr": arm.lr,
+        "chosen": arm.chosen,
+        "seeds": arm.seeds,
+        "test": arm.values,
+        "interval": asdict(interval) if interval else None,
+        "bits_per_byte": arm.test_metric("bits_per_byte"),
+        "rates": [{"lr": lr, "validation": score} for lr, score in arm.rates.items()],
+        "robustness": asdict(robustness) if robustness else None,
+        "expected_best": arm.expected_best(group.larger_is_better),
+        "area": arm.area(),
+        "behind": group.behind(arm),
+        "at_chance": arm.at_chance,
+        "failures": [asdict(failure) for failure in arm.failures],
+        "parameters": runs[0].results.get("parameters") if runs else None,
+        "step_time_s": arm.step_time(),
+        "train_time_s": arm.mean("train_time_s"),
+        "peak_memory_bytes": arm.mean("peak_memory_bytes"),
+    }
+
+
+def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
+    parts = {
+        name: asdict(value) if (value := getattr(comparison, name)) is not None else None
+        for name in ("paired", "equivalence", "items", "mcnemar")
+    }
+    return {
+        "setting": view.label(comparison.group),
+        "method": comparison.method,
+        "reference": comparison.group.reference,
+        "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
+        "seeds": list(comparison.seeds),
+        "differences": list(comparison.differences),
+        **parts,
+        "p_holm": comparison.p_holm,
+        "verdict": comparison.verdict,
+        "negligible": comparison.negligible,
+        "problems": list(comparison.problems),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

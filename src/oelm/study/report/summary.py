@@ -1,0 +1,93 @@
+"""What the command line prints: a compact table for each setting, then the answer. It fits 80 columns."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oelm.study.analysis import Analysis, Arm, Group
+from oelm.study.report import numbers
+from oelm.study.report.answer import answer
+from oelm.study.report.view import View, bits
+from oelm.study.report.words import Words
+
+WIDTH = 80
+RIGHT = ("n", "mean", "bits", "difference", "interval", "p")
+
+
+def summary(analysis: Analysis, lang: str = "en") -> str:
+    """The results in a terminal's width: methods, trivial references, and the answer in two sentences."""
+    view = View(analysis, Words(lang))
+    # A width of its own, no colour and no markup: the text is the same in a terminal, a pipe and a log.
+    console = Console(
+        file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False
+    )
+    for group in analysis.groups:
+        percent = view.words("summary.percent") if group.kind == "share" else ""
+        heading = view.words(
+            "summary.heading",
+            task=view.label(group),
+            model=group.model,
+            metric=view.metric(group),
+            percent=percent,
+        )
+        console.print(Text(heading))
+        console.print(_table(view, group))
+        console.print()
+    for sentence in answer(view):
+        console.print(Text(sentence))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _table(view: View, group: Group) -> Table:
+    perplexity = group.metric == "perplexity"
+    columns = ["method", "rate", "n", "mean", "bits", "difference", "interval", "p", "verdict"]
+    if not perplexity:
+        columns.remove("bits")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
+    for name in columns:
+        wraps = name in ("method", "verdict")
+        table.add_column(
+            Text(view.words(f"summary.{name}")),
+            justify="right" if name in RIGHT else "left",
+            no_wrap=not wraps,
+            overflow="fold",
+        )
+    for arm in group.arms.values():
+        table.add_row(*_row(view, group, arm, perplexity))
+    for name, metrics in group.references.items():
+        if group.metric in metrics:
+            value = view.value(group, metrics[group.metric])
+            own = [numbers.fixed(metrics.get("bits_per_byte"), 3)] if perplexity else []
+            table.add_row(*map(Text, (view.words.name("trivial", name), "", "", value, *own, "", "", "", "")))
+    return table
+
+
+def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:
+    interval = view.interval(group, arm)
+    cells = [arm.method, numbers.rate(arm.lr), str(len(arm.values))]
+    if interval is None:
+        cells.append(numbers.NOTHING)
+    else:
+        digits = view.arm_digits(group, interval)
+        text = view.value(group, interval.mean, digits)
+        if interval.high is not None:  # a t interval: as far above the mean as below
+            text += f" ± {view.value(group, interval.high - interval.mean, digits)}"
+        cells.append(text)
+    if perplexity:
+        cells.append(numbers.fixed(bits(arm.records, "test"), 3))
+    comparison = view.comparison(group, arm.method)
+    if comparison is None or comparison.paired is None:
+        verdict = view.words("verdict.reference") if comparison is None else view.verdict(comparison)
+        cells += ["", "", "", verdict]
+    else:
+        paired, digits = comparison.paired, view.digits(comparison)
+        cells += [
+            numbers.signed(paired.mean, digits),
+            view.span(paired.low, paired.high, digits),
+            numbers.p_value(comparison.p_holm),
+            view.verdict(comparison),
+        ]
+    return [Text(cell) for cell in cells]

@@ -1,0 +1,145 @@
+"""What all parts of a report share: names, colours, and how values of a setting are written."""
+
+from collections import Counter
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from oelm.study import statistics
+from oelm.study.analysis import Analysis, Arm, Comparison, Group
+from oelm.study.catalogue import Experiment, list_experiments
+from oelm.study.records import Record
+from oelm.study.report import numbers
+from oelm.study.report.words import Words
+
+
+class View:
+    """An analysis in one language."""
+
+    def __init__(self, analysis: Analysis, words: Words) -> None:
+        self.analysis, self.words = analysis, words
+
+    @cached_property
+    def colours(self) -> dict[str, int]:
+        """Method -> the number of its colour, the same in every figure and table."""
+        names = dict.fromkeys(method for group in self.analysis.groups for method in group.arms)
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Setting -> what to call it: the task, and as much else as tells it from the others."""
+        groups = self.analysis.groups
+        models = {group.model for group in groups}
+        names = {
+            group.setting: f"{group.task}, {group.model}" if len(models) > 1 else group.task
+            for group in groups
+        }
+        shared = Counter(names.values())
+        for group in groups:
+            name = names[group.setting]
+            if shared[name] > 1:
+                others = [g for g in groups if names[g.setting] == name]
+                names[group.setting] = f"{name} ({_particular(group, others)})"
+        return names
+
+    def label(self, group: Group) -> str:
+        return self.labels[group.setting]
+
+    def metric(self, group: Group) -> str:
+        return self.words.name("metric", group.metric)
+
+    def unit(self, group: Group, amount: str = "") -> str:
+        """What differences are counted in: points or per cent."""
+        if group.kind == "perplexity":
+            return "%"
+        return self.words("unit.point" if amount in ("1", "1.0") else "unit.points")
+
+    def amount(self, group: Group, text: str) -> str:
+        """A difference with its unit."""
+        return self.words("unit.amount", amount=text, unit=self.unit(group, text))
+
+    def value(self, group: Group, value: float | None, digits: int = 1) -> str:
+        """A score as it stands in tables: per cent, or a perplexity."""
+        if group.kind == "share":
+            return numbers.fixed(None if value is None else 100 * value, digits)
+        return numbers.significant(value, 3 + digits)
+
+    def quantity(self, group: Group, value: float | None, digits: int = 1) -> str:
+        """A score in a sentence: with its unit."""
+        text = self.value(group, value, digits)
+        return f"{text} %" if group.kind == "share" else text
+
+    def interval(self, group: Group, arm: Arm) -> statistics.Interval | None:
+        return statistics.interval(arm.values) if arm.values else None
+
+    def digits(self, comparison: Comparison) -> int:
+        paired = comparison.paired
+        return numbers.digits_for(paired.low, paired.high) if paired else 1
+
+    def arm_digits(self, group: Group, interval: statistics.Interval) -> int:
+        """Of an arm's mean: as many as its interval deserves; perplexities have significant figures."""
+        if group.kind == "perplexity" or interval.low is None or interval.high is None:
+            return 1
+        return numbers.digits_for(100 * interval.low, 100 * interval.high)
+
+    def span(self, low: float | None, high: float | None, digits: int) -> str:
+        """An interval of differences."""
+        if low is None or high is None:
+            return numbers.NOTHING
+        return self.words.range(numbers.signed(low, digits), numbers.signed(high, digits))
+
+    def verdict(self, comparison: Comparison) -> str:
+        key = "negligible" if comparison.negligible else comparison.verdict
+        text = self.words(f"verdict.{key}")
+        return f"{self.words(f'verdict.{comparison.verdict}')}, {text}" if comparison.negligible else text
+
+    def comparison(self, group: Group, method: str) -> Comparison | None:
+        return self._comparisons.get((group.setting, method))
+
+    @cached_property
+    def _comparisons(self) -> dict[tuple[str, str], Comparison]:
+        return {(c.group.setting, c.method): c for c in self.analysis.comparisons}
+
+    @cached_property
+    def _published(self) -> list[Experiment]:
+        return [experiment for experiment in list_experiments() if experiment.variant_of is None]
+
+    def published(self, group: Group) -> list[tuple[Experiment, float]]:
+        """The published experiments on this task with this model, and their figure on its metric."""
+        found = []
+        for experiment in self._published:
+            config, figures = experiment.config, experiment.published
+            value = figures.get(group.metric, figures.get(f"best_{group.metric}"))
+            same = (config["task"]["name"], config["model"]["name"]) == (group.task, group.model)
+            if same and value is not None:
+                found.append((experiment, float(value)))
+        return found
+
+
+def bits(records: tuple[Record, ...], split: str) -> float | None:
+    """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
+    found = [
+        value
+        for record in records
+        if (value := ((record.results.get(split) or {}).get("metrics") or {}).get("bits_per_byte"))
+        is not None
+    ]
+    return fmean(found) if found else None
+
+
+def _particular(group: Group, others: list[Group]) -> str:
+    """The settings that tell a group from others of its task: `dropout=0.1`."""
+    own, *rest = (_settings(g) for g in [group, *(g for g in others if g is not group)])
+    differing = [key for key in own if any(other.get(key) != own[key] for other in rest)]
+    words = [f"{key.split('.')[-1]}={own[key]}" for key in differing]
+    return ", ".join(words) if words else group.setting[:6]
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    flat: dict[str, Any] = {"precision": group.precision}
+    values = group.records[0].config.identity() if group.records else {}
+    for section in ("task", "model", "training"):
+        for key, value in values.get(section, {}).items():
+            if key not in ("lr", "seed", "test", "precision", "data"):
+                flat[f"{section}.{key}"] = value
+    return flat
