@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -12,11 +13,21 @@ from oelm.data.files import SUFFIXES
 from oelm.gpt_config import PRESETS
 from oelm.study import statistics
 from oelm.study.analysis import LEVEL, Analysis, Group, find_problems, pair_runs
-from oelm.study.claim_data import Claim, Part, Said, claim_data, fill, join, say, show, show_p, show_problems
+from oelm.study.claim_data import (
+    Claim,
+    Interval,
+    Part,
+    Said,
+    claim_data,
+    fill,
+    join,
+    say,
+    show,
+    show_p,
+    show_problems,
+)
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-
-Interval = tuple[float, float]
 
 
 def architecture(group: Group) -> str:
@@ -42,25 +53,39 @@ def model_name(group: Group) -> str:
 
 
 def part_of(claim: Claim, group: Group) -> Part | None:
-    data = group.records[0].config.task.data
-    own_file = data is not None and Path(data).suffix in SUFFIXES  # imdb.csv is not imdb
+    """What the claim measures in this setting, if anything."""
+    sources = [record.config.task.data or "" for record in group.records]
+    own_file = all(Path(data).suffix.lower() in SUFFIXES for data in sources)  # imdb.csv is not imdb
     return claim.parts.get("any") if own_file else claim.parts.get(group.task, claim.parts.get("any"))
 
 
-def fitting(claim: Claim, analysis: Analysis) -> tuple[list[Group], list[Group]]:
-    """The settings that count, in a fixed order, and those left aside for their size."""
-    fit = [
+@dataclass(frozen=True)
+class Fitting:
+    """The settings a claim is judged on, in a fixed order, and those left aside for their size; `apart`
+    where both methods were run, but in no setting together."""
+
+    groups: list[Group]
+    aside: list[Group]
+    apart: bool
+
+
+def fitting(claim: Claim, analysis: Analysis) -> Fitting:
+    """The settings whose task, model and methods are the claim's."""
+    alike = [
         group
         for group in analysis.groups
-        if {claim.method, claim.reference} <= group.arms.keys()
+        if group.records  # or every run failed
         and claim.kind in (None, task_kind(group))
         and (not claim.architectures or architecture(group) in claim.architectures)
         and (not claim.parts or part_of(claim, group))
     ]
+    both = {claim.method, claim.reference}
+    groups = [group for group in alike if both <= group.arms.keys()]
+    apart = not groups and both <= {method for group in alike for method in group.arms}
     places = {task: place for place, task in enumerate(claim.parts)}
-    fit.sort(key=lambda g: (places.get(g.task, len(places)), g.task, model_name(g), g.setting))
-    sizes = [] if claim.any_size else [g for g in fit if model_name(g) == published_size(g)]
-    return (sizes, [g for g in fit if g not in sizes]) if sizes else (fit, [])
+    groups.sort(key=lambda g: (places.get(g.task, len(places)), g.task, model_name(g), g.setting))
+    sizes = [] if claim.any_size else [g for g in groups if model_name(g) == published_size(g)]
+    return Fitting(sizes or groups, [g for g in groups if g not in sizes] if sizes else [], apart)
 
 
 def published_size(group: Group) -> str | None:
@@ -69,33 +94,34 @@ def published_size(group: Group) -> str | None:
 
 
 def where(claim: Claim, group: Group) -> Said:
-    config, size = group.records[0].config, published_size(group)
-    training = config.training
-    words = [
-        say("epochs", length=training.epochs) if training.epochs else say("steps", length=training.steps),
-        say("batch", size=training.batch_size)
-        if training.batch_size
-        else say("batch_tokens", size=training.batch_tokens),
-        (training.schedule, training.schedule),
-        (group.precision, group.precision),
-    ]
-    if config.task.train_size:
-        words.append(say("part_of_train", size=config.task.train_size))
+    """The setting in words: task, model, recipe and rates."""
     ours, theirs = group.arms[claim.method], group.arms[claim.reference]
     names = {"method": claim.method, "reference": claim.reference, "ours": ours.lr, "theirs": theirs.lr}
     if ours.chosen and theirs.chosen:
         rates = say("rates_chosen", **names)
     else:
         rates = say("rates_same" if ours.lr and ours.lr == theirs.lr else "rates_unclear", **names)
-    model = model_name(group)
+    model, size = model_name(group), published_size(group)
     known = say("published_size" if model == size else "other_size", model=model, published=size)
-    return say(
-        "where",
-        task=group.task,
-        model=known if size else model,
-        recipe=join(words, (", ", "，")),
-        rates=rates,
-    )
+    return say("where", task=group.task, model=known if size else model, recipe=_recipe(group), rates=rates)
+
+
+def _recipe(group: Group) -> Said:
+    record = group.records[0]
+    training, model = record.config.training, asdict(record.config.model)
+    words = [
+        say("epochs", length=training.epochs) if training.epochs else say("steps", length=training.steps)
+    ]
+    if samples := record.results.get("samples"):  # the data may be a part of the original
+        words.append(say("samples", samples=samples))
+    if training.batch_size:
+        words.append(say("batch", size=training.batch_size))
+    else:
+        words.append(say("batch_tokens", size=training.batch_tokens))
+    words.append(say("length", length=record.config.task.max_length))
+    plain = [training.schedule, group.precision]
+    plain += [f"{key} {value}" for key, value in model.items() if key != "name" and value is not None]
+    return join([*words, *((word, word) for word in plain)], (", ", "，"))
 
 
 def notes(claim: Claim, group: Group) -> list[Said]:
@@ -111,22 +137,30 @@ def notes(claim: Claim, group: Group) -> list[Said]:
     return found
 
 
-def _per_parameter(record: Record) -> float:
-    return _tested(record) / record.results["parameters"]["trainable"]
-
-
 def _tested(record: Record) -> float:
     assert record.test is not None  # measured runs have been tested
     return record.test
 
 
-MEASURES: dict[str, Callable[[Group, Record, Record], float]] = {
-    "points": lambda group, a, b: 100 * (_tested(a) - _tested(b)),
-    "kept": lambda group, a, b: 100 * _tested(a) / _tested(b),
-    "increase": lambda group, a, b: 100 * (_tested(a) / _tested(b) - 1),
-    "saving": lambda group, a, b: 100 * (_tested(b) / _tested(a) - 1),
-    "difference": lambda group, a, b: group.points(_tested(a)) - group.points(_tested(b)),
-    "saving_per_parameter": lambda group, a, b: 100 * (_per_parameter(b) / _per_parameter(a) - 1),
+def _per_parameter(record: Record) -> float:
+    return _tested(record) / float(record.results["parameters"]["trainable"])
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is taken of each run, and how two runs are compared."""
+
+    compare: Callable[[Group, float, float], float]
+    score: Callable[[Record], float] = _tested
+
+
+MEASURES = {
+    "points": Measure(lambda group, a, b: 100 * (a - b)),
+    "kept": Measure(lambda group, a, b: 100 * a / b),
+    "increase": Measure(lambda group, a, b: 100 * (a / b - 1)),
+    "saving": Measure(lambda group, a, b: 100 * (b / a - 1)),
+    "difference": Measure(lambda group, a, b: group.points(a) - group.points(b)),
+    "saving_per_parameter": Measure(lambda group, a, b: 100 * (b / a - 1), _per_parameter),
 }
 
 
@@ -138,10 +172,15 @@ class Case:
     part: Part
     method: str
     reference: str
-    values: tuple[float, ...]
+    scores: tuple[tuple[float, float], ...]  # of the method and of the reference, by seed
     problems: tuple[str, ...]
     above: float
     below: float
+
+    @cached_property
+    def values(self) -> list[float]:
+        compare = MEASURES[self.part.measure].compare
+        return [compare(self.group, ours, theirs) for ours, theirs in self.scores]
 
     @property
     def unit(self) -> str:
@@ -150,7 +189,7 @@ class Case:
         )
         return "points" if in_points else "%"
 
-    @property
+    @cached_property
     def estimate(self) -> statistics.Paired | None:
         return statistics.paired(self.values) if self.values else None
 
@@ -175,7 +214,7 @@ class Case:
         if self.interval is None:
             interval = say("no_interval", n=found.n)
         else:
-            low, high = map(self.show, self.interval)
+            low, high = (self.show(value) for value in self.interval)
             interval = say("interval", low=low, high=high, n=found.n)
         return say(
             self.part.measure,
@@ -183,6 +222,8 @@ class Case:
             reference=self.reference,
             number=self.show(found.mean),
             interval=interval,
+            ours=f"{fmean(ours for ours, _ in self.scores):.4g}",
+            theirs=f"{fmean(theirs for _, theirs in self.scores):.4g}",
         )
 
 
@@ -192,12 +233,14 @@ def margin_of(analysis: Analysis) -> float:
 
 
 def make_case(claim: Claim, group: Group, analysis: Analysis, reference: str | None = None) -> Case:
+    """A setting that fits the claim; `reference` stands in for the claim's own."""
     part, name = part_of(claim, group), reference or claim.reference
     assert part is not None  # or the group would not fit
     ours, theirs = group.arms[claim.method], group.arms[name]
-    values = tuple(MEASURES[part.measure](group, a, b) for a, b in pair_runs(ours, theirs))
+    score = MEASURES[part.measure].score
+    scores = tuple((score(a), score(b)) for a, b in pair_runs(ours, theirs))
     problems = find_problems(ours, theirs, analysis.study)
-    return Case(group, part, claim.method, name, values, problems, *part.thresholds(margin_of(analysis)))
+    return Case(group, part, claim.method, name, scores, problems, *part.thresholds(margin_of(analysis)))
 
 
 def control_sentence(claim: Claim, case: Case, supported: bool, analysis: Analysis) -> Said:

@@ -9,7 +9,10 @@ from typing import Any
 
 from oelm.study.analysis import PROBLEMS
 
+SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
+
 Said = tuple[str, str]  # a sentence in English and in Chinese
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ A claim is judged on every setting of the records that fits it, and these tests 
 forbids a conclusion from two arms (`oelm.study.analysis.PROBLEMS`) leaves the claim not decided.
 """
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from oelm.study import statistics
 from oelm.study.analysis import LEVEL, Analysis, Group
 from oelm.study.claim_cases import (
     Case,
-    Interval,
     architecture,
     control_sentence,
     fitting,
@@ -27,11 +25,22 @@ from oelm.study.claim_cases import (
     task_kind,
     where,
 )
-from oelm.study.claim_data import Claim, Said, claim_data, join, read_claims, say, show, show_p, show_problems
-from oelm.study.matrix import Cell, best_rate
-
-SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
-SIGN_TEST_FROM = 6  # ratios of rates: with fewer a two-sided sign test cannot go below 5 %
+from oelm.study.claim_data import (
+    NOT_DECIDED,
+    REFUTED,
+    SUPPORTED,
+    VERDICTS,
+    Claim,
+    Interval,
+    Said,
+    claim_data,
+    join,
+    read_claims,
+    say,
+    show_p,
+    show_problems,
+)
+from oelm.study.claim_rates import count_ratios, rate_ratios
 
 
 @dataclass(frozen=True)
@@ -74,13 +83,13 @@ def judge(analysis: Analysis) -> list[Verdict]:
 
 
 def _judge(claim: Claim, analysis: Analysis) -> Verdict:
-    groups, aside = fitting(claim, analysis)
-    if not groups:
-        return _verdict(claim, NOT_DECIDED, [_missing(claim)])
-    found = RULES[claim.rule](claim, groups, analysis)
-    if not aside:
+    fit = fitting(claim, analysis)
+    if not fit.groups:
+        return _verdict(claim, NOT_DECIDED, [_missing(claim), *([say("apart")] if fit.apart else [])])
+    found = RULES[claim.rule](claim, fit.groups, analysis)
+    if not fit.aside:
         return found
-    models = ", ".join(sorted({model_name(group) for group in aside}))
+    models = ", ".join(sorted({model_name(group) for group in fit.aside}))
     more = join([(found.reason, found.reason_zh), say("left_aside", models=models)])
     return replace(found, reason=more[0], reason_zh=more[1])
 
@@ -111,9 +120,7 @@ def _finding(
     p: float | None,
     sentences: Iterable[Said],
 ) -> Finding:
-    return Finding(
-        group.task, model_name(group), verdict, number, interval, n, unit, p, *join(sentences)
-    )  # fmt: skip
+    return Finding(group.task, model_name(group), verdict, number, interval, n, unit, p, *join(sentences))
 
 
 def _missing(claim: Claim) -> Said:
@@ -181,7 +188,7 @@ def _compare(case: Case, p_above: float | None, p_below: float | None) -> tuple[
         return NOT_DECIDED, [say("problems", problems=show_problems(case.problems))]
     found = case.estimate
     if found is None or p_above is None or p_below is None or case.interval is None:
-        return NOT_DECIDED, []  # what did not vary has no interval, and so no conclusion
+        return NOT_DECIDED, [say("constant")]
     above, below = case.show(case.above), case.show(case.below)
     higher = p_above < LEVEL and found.mean > case.above
     if p_below < LEVEL and found.mean < case.below:
@@ -220,8 +227,9 @@ def _deciding(findings: Sequence[Finding], verdict: str) -> Finding:
 def _summary(findings: Sequence[Finding]) -> list[Said]:
     said = []
     for verdict in VERDICTS:
-        if names := [f"{f.task} ({f.model})" for f in findings if f.verdict == verdict]:
-            said.append(say("summary", verdict=verdict_name(verdict), settings=", ".join(names)))
+        counts = Counter(f"{f.task} ({f.model})" for f in findings if f.verdict == verdict)
+        if names := ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items()):
+            said.append(say("summary", verdict=verdict_name(verdict), settings=names))
     return said
 
 
@@ -234,7 +242,9 @@ def verdict_name(verdict: str) -> Said:
 def _frozen(claim: Claim, case: Case, verdict: str) -> tuple[str, list[Said]]:
     """The other half of C9: a count. Where it is another than published, nothing is supported."""
     arm, published = case.group.arms[case.method], claim.frozen[architecture(case.group)]
-    counts = (*arm.records, *arm.trials)[0].results["parameters"]
+    if not arm.records:
+        return verdict, []
+    counts = arm.records[0].results["parameters"]
     share = 100 * counts["frozen"] / counts["total"]
     said = [say("frozen", share=share, published=published)]
     if verdict == SUPPORTED and round(share, 1) != published:
@@ -249,10 +259,8 @@ def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     findings = []
     for group in groups:
         ours, theirs = group.arms[claim.method], group.arms[claim.reference]
-        machines = {
-            str(r.environment.get("gpu") or r.environment.get("cpu"))
-            for r in (*ours.records, *theirs.records)
-        }
+        environments = [record.environment for record in (*ours.records, *theirs.records)]
+        machines = {found.get("gpu") or found.get("cpu") for found in environments}
         a, b = ours.step_time(), theirs.step_time()
         ratio = a / b if a and b and len(machines) == 1 else None
         n, m = len(ours.records), len(theirs.records)
@@ -299,77 +307,22 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     return _verdict(claim, verdict, [say(key), listed], findings, float(len(sure)), None, n, "settings")
 
 
-# Rates.
+# Rates: see `oelm.study.claim_rates`.
 
 
 def _rates(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
-    """The ratio of the best rates, once for each setting and seed of the choice.
-
-    A grid knows a best rate to one of its steps, so ratios are coarse and often all the same: they are
-    counted, not averaged. A sign test says whether most of them are at least the published one.
-    """
-    findings, every, widest = [], [], 1.0
+    findings, every = [], []
     for group in groups:
-        ratios, step, said = _rate_ratios(claim, group)
-        findings.append(_ratio_finding(claim, group, ratios, step, said))
+        ratios, said = rate_ratios(claim, group)
         every += ratios
-        widest = max(widest, step) if ratios else widest
-    verdict, number, interval, said = _count_ratios(claim, every, widest)
-    head = findings[0]
-    sentences = said + ([(head.reason, head.reason_zh)] if len(findings) == 1 else [])
-    return _verdict(claim, verdict, sentences, findings, number, interval, len(every), "ratio")
-
-
-def _rate_ratios(claim: Claim, group: Group) -> tuple[list[float], float, list[Said]]:
-    """The ratios of one setting, the step of its grid, and why there are none or what they mean."""
-    ours, theirs = group.arms[claim.method], group.arms[claim.reference]
-    if not (group.matrix and ours.chosen and theirs.chosen and ours.lr and theirs.lr):
-        return [], 1.0, [say("rates_none")]
-    grid, names = group.matrix.grid, {"method": claim.method, "reference": claim.reference}
-    step = max(high / low for low, high in pairwise(grid))
-    if {ours.lr, theirs.lr} & {grid[0], grid[-1]}:
-        return [], step, [say("rates_edge")]
-    if step > claim.ratio[1]:
-        return [], step, [say("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
-    scores = {Cell(r.method, r.lr, r.seed, True): r.validation for r in (*ours.trials, *theirs.trials)}
-    ratios = []
-    for seed in sorted({r.seed for r in ours.trials} & {r.seed for r in theirs.trials}):
-        if all(Cell(m, lr, seed, True) in scores for m in names.values() for lr in grid):
-            best = [best_rate(m, grid, [seed], scores, group.larger_is_better) for m in names.values()]
-            if best[0] and best[1]:
-                ratios.append(best[0] / best[1])
-    own, there = ours.rates.get(ours.lr), ours.rates.get(theirs.lr)
-    if own is None or there is None or ours.lr == theirs.lr:
-        return ratios, step, []
-    lost = show(group.points(own) - group.points(there), "points" if group.kind == "share" else "%", False)
-    return ratios, step, [say("rates_cost", lost=lost, **names)]
-
-
-def _count_ratios(
-    claim: Claim, ratios: Sequence[float], step: float
-) -> tuple[str, float | None, Interval | None, list[Said]]:
-    from scipy import stats
-
-    if not ratios:
-        return NOT_DECIDED, None, None, [say("rates_nothing")]
-    logs = statistics.interval([math.log(ratio) for ratio in ratios])
-    number = math.exp(logs.mean)
-    interval = None if logs.low is None or logs.high is None else (math.exp(logs.low), math.exp(logs.high))
-    n, k = len(ratios), sum(ratio > 0.99 * claim.ratio[0] for ratio in ratios)  # 3e-4 / 1e-4 is not quite 3
-    p = float(stats.binomtest(k, n).pvalue)
-    verdict = NOT_DECIDED if p >= LEVEL else SUPPORTED if 2 * k > n else REFUTED
-    spread = say("rates_interval", low=interval[0], high=interval[1]) if interval else ("", "")
-    said = [say("rates_found", method=claim.method, reference=claim.reference, number=number, k=k, n=n,
-                low=claim.ratio[0], p=show_p(p), step=step, interval=spread)]  # fmt: skip
-    if n < SIGN_TEST_FROM:
-        said.append(say("rates_few", n=SIGN_TEST_FROM))
-    return verdict, number, interval, said
-
-
-def _ratio_finding(claim: Claim, group: Group, ratios: list[float], step: float, said: list[Said]) -> Finding:
-    verdict, number, interval, counted = _count_ratios(claim, ratios, step)
-    sentences = [where(claim, group), *(counted if ratios else []), *said]
-    return _finding(group, verdict, number, interval, len(ratios), "ratio", None, sentences)
+        one = count_ratios(claim, ratios)
+        sentences = [*(one.said if ratios else []), *said, where(claim, group)]
+        findings.append(
+            _finding(group, one.verdict, one.number, one.interval, len(ratios), "ratio", None, sentences)
+        )
+    found = count_ratios(claim, every)
+    said = [(findings[0].reason, findings[0].reason_zh)] if len(findings) == 1 else found.said
+    return _verdict(claim, found.verdict, said, findings, found.number, found.interval, len(every), "ratio")
 
 
 RULES: dict[str, Callable[[Claim, Sequence[Group], Analysis], Verdict]] = {
