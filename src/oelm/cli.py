@@ -43,12 +43,6 @@ def root(
     pass
 
 
-@app.command()
-def demo() -> None:
-    """The main job on embedded data: a fair comparison with a verdict."""
-    raise UserError("the demo is a study, and studies are not part of this version yet")
-
-
 def main() -> None:
     """Run the command line: exit code 2 and one line for a user's mistake, no traceback."""
     try:

@@ -21,12 +21,15 @@ and, from a weight that is already there, `q_factor` (the Q of each head's own Q
 """
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from oelm.errors import UserError
 from oelm.hadamard import hadamard_matrix
+
+if TYPE_CHECKING:  # a report names methods and must not wait for torch
+    import torch
 
 Array = np.ndarray
 
@@ -114,27 +117,29 @@ def to_weight(blocks: Array) -> Array:
     return np.ascontiguousarray(blocks.transpose(0, 2, 1)).reshape(num_heads * head_dim, d_model)
 
 
-def to_blocks(weight: torch.Tensor | Array, num_heads: int) -> Array:
+def to_blocks(weight: "torch.Tensor | Array", num_heads: int) -> Array:
     """The inverse of `to_weight`, in float64 on the CPU."""
-    if isinstance(weight, torch.Tensor):
-        weight = weight.detach().to("cpu", torch.float64).numpy()
+    if not isinstance(weight, np.ndarray):
+        weight = weight.detach().cpu().double().numpy()
     rows, d_model = weight.shape
     if rows % num_heads:
         raise UserError(f"a weight of {rows} rows does not divide into {num_heads} heads")
     return weight.reshape(num_heads, rows // num_heads, d_model).transpose(0, 2, 1)
 
 
-def deviation(weight: torch.Tensor | Array, num_heads: int, gain: float = 1.0) -> Array:
+def deviation(weight: "torch.Tensor | Array", num_heads: int, gain: float = 1.0) -> Array:
     """Per head, the largest entry of |W.T W / gain^2 - I|: 0 for a perfectly orthonormal block."""
     blocks = to_blocks(weight, num_heads) / gain
     gram = blocks.transpose(0, 2, 1) @ blocks
     return np.abs(gram - np.eye(gram.shape[-1])).max(axis=(1, 2))
 
 
-def tolerance(dtype: torch.dtype) -> float:
+def tolerance(dtype: "torch.dtype") -> float:
     """How far from orthonormal rounding to this dtype can put an orthonormal block.
 
     Rounding moves each entry by at most u = eps/2 of its size, so by Cauchy-Schwarz the Gram matrix
     moves by at most 2u + u^2 in any entry; twice that leaves room for a block rounded twice.
     """
+    import torch
+
     return max(2.0 * torch.finfo(dtype).eps, 1e-6)

@@ -149,7 +149,12 @@ def read_study(name: str) -> dict[str, Any]:
     """The values of a study by its shipped name, or of a TOML file."""
     shipped = shipped_studies()
     if name in shipped:
-        return read_toml(str(shipped[name]))
+        values = read_toml(str(shipped[name]))
+        if name == "demo":
+            from oelm.data.demo import demo_file
+
+            values["task"]["data"] = str(demo_file())
+        return values
     if not Path(name).is_file():
         raise UserError(f"{name!r} is neither a file nor a shipped study; shipped: {', '.join(shipped)}")
     values = read_toml(name)

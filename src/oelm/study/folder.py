@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from oelm.atomic import lock_file, read_json, write_json, write_text
 from oelm.config import MethodConfig, RunConfig, read_toml
-from oelm.data import Store
 from oelm.errors import UserError
 from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
 from oelm.study.records import FILES, Identity, Record, find_records, identify
 from oelm.training.metrics import LOWER_IS_BETTER
 from oelm.version import NUMERICS
+
+if TYPE_CHECKING:
+    from oelm.data import Store
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Setting:
 
     study: Study
     config: RunConfig
-    store: Store
+    store: "Store"
     precision: str
     scores: Scores = field(default_factory=dict)  # on validation
     tests: dict[Cell, float] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class StudyFolder:
 
         Methods, tasks, rates and seeds may have been added or taken away; what is done is used again.
         """
-        self._check(study)
+        self.check(study)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self.path / "study.lock")
@@ -103,7 +105,8 @@ class StudyFolder:
         finally:
             self._lock.close()
 
-    def _check(self, study: Study) -> None:
+    def check(self, study: Study) -> None:
+        """Refuse a folder that holds something else, or a study of other settings."""
         if not (self.path / "study.toml").exists():
             strangers = (
                 [p for p in self.path.iterdir() if p.name != "study.lock"] if self.path.is_dir() else []

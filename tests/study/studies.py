@@ -1,0 +1,72 @@
+"""Small real studies of the command line, and what two equal ones must share."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.data.made import sentence, write_csv
+from tests.training.runs import TIMES
+
+RECIPE = [
+    "--text", "body", "--label", "topic", "--tokenizer", "train:300", "--max-length", "32",
+    "--batch-size", "8",
+    "--set", "training.log_every=1", "--set", "training.save_every=4", "--set", "training.eval_every=6",
+]  # fmt: skip
+MATRIX = ["--methods", "baseline,oelm", "--lrs", "1e-3,3e-3", "--steps", "12", "--set", "study.widen=0"]
+
+
+def make_file(folder: Path) -> Path:
+    """Texts whose class is told by their words."""
+    rng = random.Random(0)
+    rows = []
+    for i in range(240):
+        mark = ("dull", "great")[i % 2]
+        rows.append([f"{sentence(rng, 2, 8)} {mark} {sentence(rng, 2, 8)} {i}", ("no", "yes")[i % 2]])
+    return write_csv(folder / "made.csv", ["body", "topic"], rows)
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "OELM_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+
+
+def start(data: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
+    words = ["study", "--data", str(data), *RECIPE, *MATRIX, *more, "--out", str(out)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "oelm", *words],
+        env=environment(data.parent / "cache"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def run(data: Path, out: Path, *more: str) -> tuple[int, str]:
+    process = start(data, out, *more)
+    text, _ = process.communicate(timeout=300)
+    return process.returncode, text
+
+
+def records(out: Path) -> dict[str, dict[str, Any]]:
+    """Every run of a study, times and memory aside: equal for equal studies."""
+    found = {}
+    for path in sorted((out / "runs").rglob("config.toml")):
+        folder = path.parent
+        results = json.loads((folder / "results.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        record: dict[str, Any] = {
+            "files": sorted(p.name for p in folder.iterdir()),
+            "config": path.read_text(),
+            "results": {k: v for k, v in results.items() if k not in TIMES},
+            "metrics": [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines],
+            "audit": json.loads((folder / "freeze_audit.json").read_text()),
+        }
+        if (folder / "predictions.npz").exists():
+            with np.load(folder / "predictions.npz") as arrays:
+                record["predictions"] = {name: array.tobytes() for name, array in arrays.items()}
+        if (folder / "model").exists():
+            record["model"] = (folder / "model" / "model.safetensors").read_bytes()
+        found[str(folder.relative_to(out))] = record
+    return found

@@ -1,0 +1,190 @@
+"""Studies as a user makes them: from a CSV to records, stopped, continued, enlarged, imported."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from oelm.cli import app
+from oelm.study.folder import StudyFolder
+from tests.study.studies import MATRIX, RECIPE, make_file, records, run, start
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_file(tmp_path_factory.mktemp("study"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(data):
+    """A study that nothing disturbed."""
+    out = data.parent / "unbroken"
+    code, text = run(data, out, "--seeds", "2")
+    assert code == 0, text
+    return out
+
+
+def of(out: Path, part: str) -> dict[str, dict]:
+    return {name: record for name, record in records(out).items() if f"/{part}-" in name}
+
+
+def test_the_rate_is_chosen_on_validation_and_fresh_seeds_are_tested_once(unbroken):
+    choice, measured = of(unbroken, "choice"), of(unbroken, "measured")
+    assert len(choice) == 4 and len(measured) == 4
+    for record in choice.values():
+        assert record["results"]["test"] is None and "predictions.npz" not in record["files"]
+        assert {line["split"] for line in record["metrics"] if line["kind"] == "eval"} == {"validation"}
+    for method in ("baseline", "oelm"):
+        tried = [r["results"] for name, r in choice.items() if f"/{method}/" in name]
+        best = max(tried, key=lambda r: (r["best"]["metrics"]["accuracy"], -r["lr"]))
+        runs = [r["results"] for name, r in measured.items() if f"/{method}/" in name]
+        assert {r["lr"] for r in runs} == {best["lr"]} and sorted(r["seed"] for r in runs) == [1, 2]
+        assert all("accuracy" in r["test"]["metrics"] for r in runs)
+
+
+def test_pairs_share_data_order_and_start(unbroken):
+    """The same seed: the same batches for both methods, so the same samples at every step."""
+    runs = of(unbroken, "choice")
+    by_lr = {}
+    for name, record in runs.items():
+        by_lr.setdefault(name.split("lr")[1].split("-s")[0], []).append(record["metrics"][0])
+    for first, second in by_lr.values():
+        assert first["samples"] == second["samples"]
+        assert first["loss"] == pytest.approx(second["loss"], rel=0.05)  # one step: only Q and K differ
+
+
+def test_one_model_of_each_method_is_kept_and_no_checkpoints(unbroken):
+    for method in ("baseline", "oelm"):
+        kept = [r for name, r in of(unbroken, "measured").items() if f"/{method}/" in name and "model" in r]
+        assert len(kept) == 1
+    assert not list(unbroken.rglob("checkpoints"))
+
+
+def test_more_seeds_reuse_what_is_done(unbroken, data, tmp_path):
+    before = {p: p.stat().st_mtime_ns for p in unbroken.rglob("results.json")}
+    code, text = run(data, unbroken, "--seeds", "3")
+    assert code == 0, text
+    after = {p: p.stat().st_mtime_ns for p in unbroken.rglob("results.json")}
+    assert {p: after[p] for p in before} == before  # nothing was made again
+    added = {p.parent.name for p in after if p not in before}
+    assert len(added) == 2 and all("measured" in name and "-s3-" in name for name in added)
+
+
+def test_another_machines_records_come_in(unbroken, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
+    out, words = tmp_path / "s", ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "2"]
+    found = CliRunner().invoke(app, [*words, "--out", str(out), "--import", str(unbroken)])
+    assert found.exit_code == 0, found.output
+    expected = {name: r["results"] for name, r in records(unbroken).items()}
+    assert {name: r["results"] for name, r in records(out).items()} == expected
+    assert len(StudyFolder(out).records()[0]) == len(expected)
+    again = CliRunner().invoke(app, [*words, "--out", str(out), "--import", str(unbroken)])
+    assert "0 records imported" in again.output
+    other = [*words, "--epochs", "2", "--out", str(tmp_path / "t"), "--import", str(unbroken)]
+    other.remove("--steps")
+    other.remove("12")
+    refused = CliRunner().invoke(app, other)
+    assert "0 records imported" in refused.output and "another configuration" in refused.output
+
+
+def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
+    words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "5", "--dry-run"]
+    found = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "s")])
+    assert found.exit_code == 0, found.output
+    assert "4 runs to choose + 10 measured" in found.output and "14 runs" in found.output
+    assert not (tmp_path / "s").exists()
+
+
+def test_other_settings_do_not_mix_in_one_folder(unbroken, data):
+    code, text = run(data, unbroken, "--set", "training.clip=0.5")
+    assert code == 2 and "another folder" in text and "Traceback" not in text
+
+
+def test_a_folder_with_other_things_is_left_alone(data, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    code, text = run(data, tmp_path)
+    assert code == 2 and "not a study" in text and [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(data, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = ("--seeds", "3", "--set", "training.steps=40")
+    assert run(data, whole, *more)[0] == 0
+    kills = 0
+    for attempt in range(40):
+        process = start(data, broken, *more)
+        try:
+            if kills < 10 and _wait_for_progress(process, broken, extra=0.37 * (attempt % 4)):
+                os.kill(process.pid, signal.SIGKILL)
+                process.communicate()
+                kills += 1
+                continue
+            text, _ = process.communicate(timeout=300)
+        finally:
+            process.kill()
+        assert process.returncode == 0, text
+        break
+    assert kills == 10
+    assert records(broken) == records(whole)
+
+
+def _wait_for_progress(process, out: Path, extra: float) -> bool:
+    """Until this process has made steps of its own; False where it ended before."""
+    size = lambda: sum(p.stat().st_size for p in out.rglob("metrics.jsonl")) if out.exists() else 0  # noqa: E731
+    before, began = size(), time.time()
+    while process.poll() is None:
+        fresh = any(p.stat().st_mtime > began for p in out.rglob("metrics.jsonl")) if out.exists() else False
+        if fresh and size() != before:
+            time.sleep(extra)
+            return process.poll() is None
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.slow
+def test_told_to_stop_it_saves_and_goes_on(data, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = ("--seeds", "1", "--set", "training.steps=60")
+    assert run(data, whole, *more)[0] == 0
+    process = start(data, broken, *more)
+    assert _wait_for_progress(process, broken, extra=0.2)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "goes on from there" in text
+    code, text = run(data, broken, *more, "--stop-after", "8s")
+    assert code in (0, 75), text
+    if code == 75:
+        assert run(data, broken, *more)[0] == 0
+    assert records(broken) == records(whole)
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_named_and_does_not_stop_the_others(data, tmp_path):
+    out = tmp_path / "s"
+    code, text = run(data, out, "--seeds", "1", "--lrs", "1e-3,1e30")
+    assert code == 0, text
+    assert text.count("FAILED") == 2 and "try a lower learning rate" in text
+    statuses = [json.loads(p.read_text())["status"] for p in out.rglob("results.json")]
+    assert statuses.count("failed") == 2 and statuses.count("completed") == 4
+
+
+@pytest.mark.slow
+def test_a_run_may_take_several_processes(data, tmp_path):
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    more = ("--seeds", "1", "--lrs", "1e-3")
+    assert run(data, alone, *more)[0] == 0
+    code, text = run(data, two, *more, "--set", "study.gpus_per_run=2")
+    assert code == 0, text
+    for name, record in records(alone).items():
+        other = records(two)[name]["results"]
+        assert other["test"]["metrics"]["loss"] == pytest.approx(
+            record["results"]["test"]["metrics"]["loss"], 1e-4
+        )
+        environment = json.loads((two / name / "environment.json").read_text())
+        assert environment["processes"] == 2
