@@ -14,13 +14,16 @@ VERDICTS = ("better", "worse", "equivalent", "open", "void")
 
 def answer(view: View) -> list[str]:
     """Two sentences, honest and plain."""
-    comparisons = view.analysis.comparisons
+    words, comparisons = view.words, view.analysis.comparisons
+    settings = {c.group.setting for c in comparisons}
     if not comparisons:
         methods = dict.fromkeys(m for group in view.analysis.groups for m in group.arms)
-        first = view.words("answer.nothing", methods=view.words.items(methods))
-    elif len({c.group.setting for c in comparisons}) == 1 and len(comparisons) <= MOST_CLAUSES:
-        clauses = view.words("list.semicolon").join(clause(view, c) for c in comparisons)
-        first = view.words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
+        first = words("answer.nothing", methods=words.items(methods))
+    elif len(comparisons) > 1 and all(c.verdict == "void" for c in comparisons):
+        first = words("answer.void_all", count=len(comparisons), reasons=reasons(view, *comparisons))
+    elif len(settings) == 1 and len(comparisons) <= MOST_CLAUSES:
+        clauses = words("list.semicolon").join(clause(view, c) for c in comparisons)
+        first = words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
     else:
         first = _counted(view, comparisons)
     return [first, _conditions(view)]
@@ -65,22 +68,28 @@ def clause(view: View, comparison: Comparison) -> str:
     )
 
 
-def reasons(view: View, comparison: Comparison) -> str:
-    """Why nothing may be concluded."""
-    arms = (comparison.reference, comparison.arm)
-    runs = view.words("list.semicolon").join(
-        view.words("problem.seeds", method=arm.method, seeds=view.words.items(map(str, arm.at_chance)))
-        for arm in arms
-        if arm.at_chance
-    )
-    values = {"n": len(comparison.seeds), "fewest": FEWEST_SEEDS, "runs": runs}
+def reasons(view: View, *comparisons: Comparison) -> str:
+    """Why nothing may be concluded from these comparisons."""
+    several = len({c.group.setting for c in comparisons}) > 1
+    runs = {}  # at chance level, each once
+    for c in comparisons:
+        for arm in (c.reference, c.arm):
+            name = f"{view.label(c.group)}, {arm.method}" if several else arm.method
+            if arm.at_chance:
+                seeds = view.words.items(map(str, arm.at_chance))
+                runs[name] = view.words("problem.seeds", method=name, seeds=seeds)
+    values = {
+        "n": min(len(c.seeds) for c in comparisons),
+        "fewest": FEWEST_SEEDS,
+        "runs": view.words("list.semicolon").join(runs.values()),
+    }
     known = [
         view.words(f"problem.{code}", **values)
         if view.words.name("problem", code) != code
         else PROBLEMS.get(code, code)
-        for code in comparison.problems
+        for code in dict.fromkeys(code for c in comparisons for code in c.problems)
     ]
-    return view.words("list.semicolon").join(known)
+    return view.words("list.and").join(known)
 
 
 def _seen(view: View, comparison: Comparison) -> str:

@@ -6,10 +6,10 @@ from oelm.study.analysis import Group
 from oelm.study.claims import Verdict, judge
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
-from oelm.study.report.document import Block, Bullets, Cell, Document, Paragraph, Section, Table
+from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
 from oelm.study.report.notices import notices
 from oelm.study.report.repeat import repeat
-from oelm.study.report.view import View
+from oelm.study.report.view import View, task_name
 
 CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}
 
@@ -21,7 +21,6 @@ def build(view: View, folder: str) -> Document:
     sections = {
         "results": _results(view),
         "rates": _rates(view),
-        "curves": _present(figures.curves(view)),
         "certainty": _certainty(view),
         "across": _across(view),
         "claims": _claims(view),
@@ -38,7 +37,7 @@ def build(view: View, folder: str) -> Document:
         "page.subtitle",
         runs=len(analysis.records),
         methods=words.items(methods),
-        tasks=words.items(dict.fromkeys(group.task for group in analysis.groups)),
+        tasks=words.items(dict.fromkeys(map(task_name, analysis.groups))),
         models=words.items(dict.fromkeys(group.model for group in analysis.groups)),
     )
     return Document(
@@ -69,8 +68,9 @@ def _results(view: View) -> list[Block]:
 
 
 def _rates(view: View) -> list[Block]:
-    drawn = _present(figures.rates(view), figures.expected_best(view))
-    return [*drawn, *_per_group(view, tables.rates, "rates_note")]
+    drawn = _present(figures.rates(view), figures.curves(view), figures.expected_best(view))
+    tried = any(arm.rates for group in view.analysis.groups for arm in group.arms.values())
+    return [*drawn, *_per_group(view, tables.rates, "rates_note" if tried else "area_note")]
 
 
 def _per_group(view: View, make: Callable[[View, Group], Table | None], note: str) -> list[Block]:
@@ -83,8 +83,8 @@ def _metrics(view: View) -> str:
 
 
 def _certainty(view: View) -> list[Block]:
-    table = tables.certainty(view, view.analysis.comparisons)
-    if not table.rows:
+    table = tables.certainty(view)
+    if table is None:
         return []
     return [table, Paragraph(view.words("section.certainty_note", metrics=_metrics(view)), tone="note")]
 
@@ -123,31 +123,29 @@ def _claims(view: View) -> list[Block]:
     if not concerned:
         return []
     words = view.words
-    head = [
-        words("claim.id"), words("claim.verdict"), words("claim.number"), "n", words("claim.claim"),
-        words("claim.reason"),
-    ]  # fmt: skip
-    rows = [_claim(view, verdict) for verdict in concerned]
-    blocks: list[Block] = [Table(head, rows, "llrrll")]
+    blocks: list[Block] = [_claim(view, verdict) for verdict in concerned]
     if rest := [verdict.id for verdict in judged if not verdict.details]:
         blocks.append(Paragraph(words("claim.rest", ids=words.items(rest)), tone="note"))
     return blocks
 
 
-def _claim(view: View, verdict: Verdict) -> list[Cell]:
-    zh = view.words.lang == "zh"
-    measured = numbers.NOTHING
+def _claim(view: View, verdict: Verdict) -> Entry:
+    words, zh = view.words, view.words.lang == "zh"
+    details = [verdict.reason_zh if zh else verdict.reason]
     if verdict.number is not None:
-        digits = numbers.digits_for(*(verdict.interval or ()))
-        measured = numbers.fixed(verdict.number, digits)
+        measured = numbers.significant(verdict.number, 3)
         if verdict.interval is not None:
-            ends = (numbers.fixed(end, digits) for end in verdict.interval)
-            measured = view.words("list.with", name=measured, detail=view.words.range(*ends))
-    return [
-        Cell(verdict.id),
-        Cell(view.words.name("claim", verdict.verdict), tone=CLAIM_TONES[verdict.verdict]),
-        Cell(measured),
-        Cell(str(verdict.n)),
-        Cell(verdict.claim_zh if zh else verdict.claim),
-        Cell(verdict.reason_zh if zh else verdict.reason),
-    ]
+            digits = numbers.digits_for(*verdict.interval)
+            measured = numbers.fixed(verdict.number, digits)
+            ends = words.range(*(numbers.fixed(end, digits) for end in verdict.interval))
+            measured = words("list.with", name=measured, detail=words("claim.interval", interval=ends))
+        if verdict.unit:
+            measured = words("unit.amount", amount=measured, unit=words.name("unit", verdict.unit))
+        details.insert(0, words("claim.also", number=measured, n=verdict.n))
+    return Entry(
+        verdict.id,
+        words.name("claim", verdict.verdict),
+        CLAIM_TONES[verdict.verdict],
+        verdict.claim_zh if zh else verdict.claim,
+        details,
+    )

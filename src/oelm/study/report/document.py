@@ -11,9 +11,13 @@ from markupsafe import Markup
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table; `colour` is the number of the method it names, `tone` good, bad or quiet."""
+    """A cell of a table; `colour` is the number of the method it names, `tone` good, bad or quiet.
+
+    `detail` stands below the text, or in brackets after it.
+    """
 
     text: str
+    detail: str = ""
     colour: int | None = None
     tone: str = ""
 
@@ -41,6 +45,18 @@ class Table:
     title: str = ""
     note: str = ""
     kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A thing that was judged: its name, the verdict, what it says and why."""
+
+    name: str
+    verdict: str
+    tone: str
+    text: str
+    details: list[str]
+    kind: str = "entry"
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Figures:
     kind: str = "figures"
 
 
-Block = Paragraph | Bullets | Table | Code | Figures
+Block = Paragraph | Bullets | Table | Entry | Code | Figures
 
 
 @dataclass(frozen=True)

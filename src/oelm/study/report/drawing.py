@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from oelm.study.report.document import Figure
 
-WIDTH = 4.3  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
+WIDTH = 4.0  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
 
 # Drawn in these colours and written down as the page's own variables, so that one drawing serves light and
 # dark. The fallbacks show when a figure is taken out of its page.

@@ -25,7 +25,6 @@ def forest(view: View, kind: str) -> Figures | None:
         return None
     rows = rows[:MOST_ROWS]
     words, unit = view.words, view.unit(rows[0].group)
-    several = len({c.group.setting for c in rows}) > 1
     margin = next((c.equivalence.margin for c in rows if c.equivalence), None)
 
     def paint(axes: Any) -> None:
@@ -33,12 +32,13 @@ def forest(view: View, kind: str) -> Figures | None:
             axes.axvspan(-margin, margin, color=BAND, lw=0)
         axes.axvline(0, color=FAINT, lw=1)
         for place, comparison in enumerate(rows):
-            _forest_row(view, axes, comparison, len(rows) - 1 - place, several)
+            _forest_row(view, axes, comparison, len(rows) - 1 - place)
         axes.set_ylim(-0.45, len(rows) - 0.1)
         _room(axes, rows, margin)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
+        axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel(words("figure.difference", unit=unit))
 
     texts = [
@@ -56,7 +56,7 @@ def forest(view: View, kind: str) -> Figures | None:
     return Figures(title, caption, [figure], [])
 
 
-def _forest_row(view: View, axes: Any, comparison: Comparison, y: float, several: bool) -> None:
+def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
     paired, items = comparison.paired, comparison.items
     assert paired is not None
     shade = colour(view.colours[comparison.method])
@@ -69,12 +69,20 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float, several
         paired.mean, y, mark(view.colours[comparison.method]), ms=8, color=shade,
         markerfacecolor=PAGE if void else shade, markeredgewidth=1.8,
     )  # fmt: skip
-    name = f"{comparison.method} − {comparison.group.reference}"
-    label = f"{view.label(comparison.group)}: {name}" if several else name
-    text = f"{_short(label, 42)}: {view.verdict(comparison)}"
+    text = f"{_short(_row_name(view, comparison), 40)}: {view.verdict(comparison)}"
     axes.text(
         0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", ha="left", color=INK, size=9.5
     )
+
+
+def _row_name(view: View, comparison: Comparison) -> str:
+    """What tells a comparison from the others, what matters first: a long name is cut."""
+    task = view.label(comparison.group) if len(view.analysis.groups) > 1 else ""
+    methods = {c.method for c in view.analysis.comparisons}
+    if task and len(methods) == 1:
+        return task
+    name = f"{comparison.method} − {comparison.group.reference}"
+    return f"{comparison.method}, {task}" if task else name
 
 
 def _room(axes: Any, rows: Sequence[Comparison], margin: float | None) -> None:
@@ -239,6 +247,8 @@ def _facets(
     if published:
         legend.append(Legend(words("figure.published_mark"), None, "star"))
     caption = words(f"figure.{name}_how")
+    if published:
+        caption += " " + words("figure.curves_published")
     if len(groups) > MOST_FACETS:
         caption += " " + words("figure.facets", shown=MOST_FACETS, total=len(groups))
     return Figures(title, caption, figures, legend)
@@ -260,7 +270,7 @@ def _references(view: View, group: Group, axes: Any) -> list[str]:
         label = view.words.name("trivial", name)
         axes.text(
             0.01, shown, _short(label, 34), transform=axes.get_yaxis_transform(), color=FAINT, size=8.5,
-            va="bottom",
+            va="bottom", zorder=1.5, bbox={"facecolor": PAGE, "alpha": 0.7, "pad": 0.5, "lw": 0},
         )  # fmt: skip
         texts.append(f"{label}: {view.value(group, value)}")
     return texts

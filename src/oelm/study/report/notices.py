@@ -96,7 +96,7 @@ def _missing(group: Group) -> int:
     """Runs that the study needs, as far as it can be known, and that have not ended."""
     if group.matrix is None:
         return 0
-    ended = {Cell(r.method, r.lr, r.seed, r.choosing) for r in group.records}
+    ended = {Cell(r.method, r.lr, r.seed, r.choosing) for r in group.records if r.completed}
     ended |= {
         Cell(f.method, f.lr, f.seed, choosing)
         for arm in group.arms.values()

@@ -40,11 +40,11 @@ def significant(value: float | None, figures: int = 3) -> str:
 
 
 def rate(lr: float | None) -> str:
-    """3e-4 as people write it, not 0.0003 or 3e-04."""
+    """0.003, and 3e-5 as people write it, not 3e-05."""
     if lr is None:
         return NOTHING
-    mantissa, exponent = f"{lr:e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+    mantissa, _, exponent = f"{lr:g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def p_value(p: float | None) -> str:

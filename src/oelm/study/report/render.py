@@ -3,6 +3,7 @@
 import re
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
@@ -20,7 +21,7 @@ def to_markdown(document: Document, words: Words, page: str) -> str:
     """`page` is the name of the HTML page, which has the figures."""
     template = _environment(False).get_template("report.md.j2")
     text = template.render(document=document, words=words, page=page)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text)).strip() + "\n"
 
 
 @cache
@@ -31,12 +32,20 @@ def _environment(html: bool) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_unbroken if html else None,
     )
     environment.filters["md"] = escape_markdown
     environment.filters["fence"] = fence
     environment.globals["version"] = __version__
     environment.globals["style"] = Markup(_source("style.css"))
     return environment
+
+
+def _unbroken(value: Any) -> Any:
+    """Keep "68.7 %" and "n = 5" on one line. Markup is left as it is."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return re.sub(r"(?<=\d) (?=%)|(?<=\b[np]) (?=[=<])|(?<=[=<]) (?=\d)", "\u00a0", value)
 
 
 def _source(name: str) -> str:

@@ -34,6 +34,8 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
         )
         console.print(Text(heading))
         console.print(_table(view, group))
+        if references := _references(view, group):
+            console.print(Text(references))
         console.print()
     for sentence in answer(view):
         console.print(Text(sentence))
@@ -57,12 +59,20 @@ def _table(view: View, group: Group) -> Table:
         )
     for arm in group.arms.values():
         table.add_row(*_row(view, group, arm, perplexity))
+    return table
+
+
+def _references(view: View, group: Group) -> str:
+    names = []
     for name, metrics in group.references.items():
         if group.metric in metrics:
-            value = view.value(group, metrics[group.metric])
-            own = [numbers.fixed(metrics.get("bits_per_byte"), 3)] if perplexity else []
-            table.add_row(*map(Text, (view.words.name("trivial", name), "", "", value, *own, "", "", "", "")))
-    return table
+            text = f"{view.words.name('trivial', name)} {view.value(group, metrics[group.metric])}"
+            if group.metric == "perplexity":
+                own = numbers.fixed(metrics.get("bits_per_byte"), 3)
+                detail = f"{own} {view.words('metric.bits_per_byte')}"
+                text = view.words("list.with", name=text, detail=detail)
+            names.append(text)
+    return view.words("summary.references", names=view.words.items(names)) if names else ""
 
 
 def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:

@@ -13,6 +13,7 @@ from oelm.study.report.view import View, bits
 
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
 NOTHING = Cell(numbers.NOTHING)
+SIDE_BY_SIDE = 3  # comparisons; more are rows of a wide table
 
 
 def name_cell(view: View, method: str) -> Cell:
@@ -25,18 +26,18 @@ def results(view: View, group: Group) -> Table:
     unit = " (%)" if group.kind == "share" else ""
     perplexity = group.metric == "perplexity"
     head = [
-        words("table.method"), words("table.rate"), "n",
+        words("table.method"),
         words("table.mean", metric=view.metric(group)) + unit,
         *([words("metric.bits_per_byte")] if perplexity else []),
-        words("table.difference", unit=view.unit(group)), words("table.interval"), words("table.p"),
+        words("table.difference", unit=view.unit(group)),
         words("table.verdict"),
-    ]  # fmt: skip
+    ]
     rows = [_result(view, group, arm) for arm in group.arms.values()]
     for name, metrics in group.references.items():
         if group.metric in metrics:
             rows.append(_trivial(view, group, name, metrics))
     rows += [_published(view, group, experiment, value) for experiment, value in view.published(group)]
-    return Table(head, rows, "llr" + "r" * (perplexity + 4) + "l", _title(view, group))
+    return Table(head, rows, "l" + "r" * (perplexity + 2) + "l", _title(view, group))
 
 
 def _title(view: View, group: Group) -> str:
@@ -44,88 +45,101 @@ def _title(view: View, group: Group) -> str:
 
 
 def _result(view: View, group: Group, arm: Arm) -> list[Cell]:
-    interval = view.interval(group, arm)
-    if interval is None:
-        mean = numbers.NOTHING
-    else:
-        digits = view.arm_digits(group, interval)
-        mean = view.value(group, interval.mean, digits)
-        if interval.low is not None and interval.high is not None:
-            ends = (view.value(group, end, digits) for end in (interval.low, interval.high))
-            mean = view.words("list.with", name=mean, detail=view.words.range(*ends))
-    cells = [name_cell(view, arm.method), Cell(numbers.rate(arm.lr)), Cell(str(len(arm.values))), Cell(mean)]
+    runs = view.words("table.runs", rate=numbers.rate(arm.lr), n=len(arm.values))
+    cells = [Cell(arm.method, runs, colour=view.colours[arm.method]), _mean_cell(view, group, arm)]
     if group.metric == "perplexity":
         cells.append(Cell(numbers.fixed(bits(arm.records, "test"), 3)))
     comparison = view.comparison(group, arm.method)
     if comparison is None:
-        return [*cells, Cell(""), Cell(""), Cell(""), Cell(view.words("verdict.reference"), tone="quiet")]
-    verdict = Cell(view.verdict(comparison), tone=TONES[comparison.verdict])
+        return [*cells, Cell(""), Cell(view.words("verdict.reference"), tone="quiet")]
+    p = f"p {numbers.equals(comparison.p_holm)}" if comparison.p_holm is not None else ""
+    verdict = Cell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
     if comparison.paired is None:
-        return [*cells, NOTHING, NOTHING, NOTHING, verdict]
+        return [*cells, NOTHING, verdict]
     paired, digits = comparison.paired, view.digits(comparison)
-    return [
-        *cells,
-        Cell(numbers.signed(paired.mean, digits)),
-        Cell(view.span(paired.low, paired.high, digits)),
-        Cell(numbers.p_value(comparison.p_holm)),
-        verdict,
-    ]
+    span = "" if paired.low is None else view.span(paired.low, paired.high, digits)
+    return [*cells, Cell(numbers.signed(paired.mean, digits), span), verdict]
+
+
+def _mean_cell(view: View, group: Group, arm: Arm) -> Cell:
+    """The mean over the seeds, and its interval below."""
+    interval = view.interval(group, arm)
+    if interval is None:
+        return NOTHING
+    digits = view.arm_digits(group, interval)
+    mean = view.value(group, interval.mean, digits)
+    if interval.low is None or interval.high is None:
+        return Cell(mean)
+    ends = (view.value(group, end, digits) for end in (interval.low, interval.high))
+    return Cell(mean, view.words.range(*ends))
 
 
 def _trivial(view: View, group: Group, name: str, metrics: dict[str, Any]) -> list[Cell]:
-    cells = [
-        Cell(view.words.name("trivial", name), tone="quiet"),
-        Cell(""),
-        Cell(""),
-        Cell(view.value(group, metrics[group.metric]), tone="quiet"),
-    ]
+    values = [view.value(group, metrics[group.metric])]
     if group.metric == "perplexity":
-        cells.append(Cell(numbers.fixed(metrics.get("bits_per_byte"), 3), tone="quiet"))
-    return [*cells, Cell(""), Cell(""), Cell(""), Cell(view.words("table.trivial"), tone="quiet")]
+        values.append(numbers.fixed(metrics.get("bits_per_byte"), 3))
+    first = Cell(view.words.name("trivial", name), view.words("table.trivial"), tone="quiet")
+    return [first, *(Cell(text, tone="quiet") for text in (*values, "", ""))]
 
 
 def _published(view: View, group: Group, experiment: Experiment, value: float) -> list[Cell]:
-    config = experiment.config
-    name = view.words("table.published", method=config["method"]["name"], id=experiment.id)
-    split = view.words.name("split", str(experiment.published.get("split")))
-    cells = [name, numbers.rate(config["training"]["lr"]), "1", view.value(group, value, 2)]
+    """A published figure: one run of another recipe, and it says so."""
+    config, words = experiment.config, view.words
+    note = words(
+        "table.published_note",
+        id=experiment.id,
+        rate=numbers.rate(config["training"]["lr"]),
+        split=words.name("split", str(experiment.published.get("split"))),
+    )
+    values = [view.value(group, value, 2)]
     if group.metric == "perplexity":
-        cells.append(numbers.NOTHING)  # which bytes it was measured on was not reported
-    cells += ["", "", "", view.words("table.published_note", split=split)]
-    return [Cell(text, tone="quiet") for text in cells]
+        values.append(numbers.NOTHING)  # of how many bytes was not reported
+    first = Cell(words("table.published", method=config["method"]["name"]), note, tone="quiet")
+    return [first, *(Cell(text, tone="quiet") for text in (*values, "", ""))]
 
 
-def certainty(view: View, comparisons: Iterable[Comparison]) -> Table:
-    """Every test and interval of every comparison."""
+def certainty(view: View) -> Table | None:
+    """Every test and interval of every comparison; few comparisons stand side by side."""
     words = view.words
+    comparisons = [c for c in view.analysis.comparisons if c.paired is not None]
+    if not comparisons:
+        return None
     several = len(view.analysis.groups) > 1
     head = [
-        *([words("table.task")] if several else []), words("table.method"), "n",
-        words("table.mean_difference"),
-        words("table.interval"), words("table.p_plain"), words("table.p_holm"), words("table.margin"),
-        words("table.interval90"), words("table.p_equivalence"), words("table.items"), words("table.mcnemar"),
+        "n", words("table.mean_difference"), words("table.interval"), words("table.p_plain"),
+        words("table.p_holm"), words("table.margin"), words("table.interval90"),
+        words("table.p_equivalence"), words("table.items"), words("table.mcnemar"),
     ]  # fmt: skip
-    rows = []
-    for c in comparisons:
-        if c.paired is None:
-            continue
-        digits = view.digits(c)
-        equivalence, items = c.equivalence, c.items
-        row = [
-            name_cell(view, c.method),
-            Cell(str(c.paired.n)),
-            Cell(view.amount(c.group, numbers.signed(c.paired.mean, digits))),
-            Cell(view.span(c.paired.low, c.paired.high, digits)),
-            Cell(numbers.p_value(c.paired.p)),
-            Cell(numbers.p_value(c.p_holm)),
-            Cell(f"±{equivalence.margin:g}") if equivalence else NOTHING,
-            Cell(view.span(equivalence.low, equivalence.high, digits)) if equivalence else NOTHING,
-            Cell(numbers.p_value(equivalence.p)) if equivalence else NOTHING,
-            Cell(view.span(items.low, items.high, digits)) if items else NOTHING,
-            Cell(numbers.p_value(c.mcnemar.p)) if c.mcnemar else NOTHING,
-        ]
-        rows.append([*([Cell(view.label(c.group))] if several else []), *row])
-    return Table(head, rows, "l" * (1 + several) + "r" * 10)
+    rows = [_tests(view, comparison) for comparison in comparisons]
+    if len(comparisons) <= SIDE_BY_SIDE:
+        names = [f"{view.label(c.group)}: {c.method}" if several else c.method for c in comparisons]
+        turned = [[Cell(name), *row] for name, row in zip(head, zip(*rows, strict=True), strict=True)]
+        return Table(["", *names], turned, "l" + "r" * len(names))
+    named = [
+        [*([Cell(view.label(c.group))] if several else []), name_cell(view, c.method), *row]
+        for c, row in zip(comparisons, rows, strict=True)
+    ]
+    first = [*([words("table.task")] if several else []), words("table.method")]
+    return Table([*first, *head], named, "l" * len(first) + "r" * len(head))
+
+
+def _tests(view: View, comparison: Comparison) -> list[Cell]:
+    paired, equivalence, items = comparison.paired, comparison.equivalence, comparison.items
+    assert paired is not None
+    digits = view.digits(comparison)
+    texts = [
+        str(paired.n),
+        view.amount(comparison.group, numbers.signed(paired.mean, digits)),
+        view.span(paired.low, paired.high, digits),
+        numbers.p_value(paired.p),
+        numbers.p_value(comparison.p_holm),
+        f"±{equivalence.margin:g}" if equivalence else numbers.NOTHING,
+        view.span(equivalence.low, equivalence.high, digits) if equivalence else numbers.NOTHING,
+        numbers.p_value(equivalence.p) if equivalence else numbers.NOTHING,
+        view.span(items.low, items.high, digits) if items else numbers.NOTHING,
+        numbers.p_value(comparison.mcnemar.p) if comparison.mcnemar else numbers.NOTHING,
+    ]
+    return [Cell(text) for text in texts]
 
 
 def across(view: View) -> Table:

@@ -1,7 +1,7 @@
 """What all parts of a report share: names, colours, and how values of a setting are written."""
 
-from collections import Counter
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,16 +31,18 @@ class View:
         groups = self.analysis.groups
         models = {group.model for group in groups}
         names = {
-            group.setting: f"{group.task}, {group.model}" if len(models) > 1 else group.task
+            group.setting: f"{task_name(group)}, {group.model}" if len(models) > 1 else task_name(group)
             for group in groups
         }
-        shared = Counter(names.values())
+        default = self.words("list.default")
+        found = {}
         for group in groups:
             name = names[group.setting]
-            if shared[name] > 1:
-                others = [g for g in groups if names[g.setting] == name]
-                names[group.setting] = f"{name} ({_particular(group, others)})"
-        return names
+            alike = [other for other in groups if names[other.setting] == name]
+            if len(alike) > 1:
+                name = f"{name} ({_particular(group, alike, default)})"
+            found[group.setting] = name
+        return found
 
     def label(self, group: Group) -> str:
         return self.labels[group.setting]
@@ -127,11 +129,20 @@ def bits(records: tuple[Record, ...], split: str) -> float | None:
     return fmean(found) if found else None
 
 
-def _particular(group: Group, others: list[Group]) -> str:
+def task_name(group: Group) -> str:
+    """A user's file by its name: `my.csv` is clearer than the task `my` that was made of it."""
+    data = group.records[0].config.task.data if group.records else None
+    file = Path(data).name if data else ""
+    return file if Path(file).stem == group.task else group.task
+
+
+def _particular(group: Group, others: list[Group], default: str) -> str:
     """The settings that tell a group from others of its task: `dropout=0.1`."""
-    own, *rest = (_settings(g) for g in [group, *(g for g in others if g is not group)])
-    differing = [key for key in own if any(other.get(key) != own[key] for other in rest)]
-    words = [f"{key.split('.')[-1]}={own[key]}" for key in differing]
+    known = [_settings(other) for other in others]
+    own = _settings(group)
+    keys = dict.fromkeys(key for settings in known for key in settings)
+    differing = [key for key in keys if len({str(settings.get(key)) for settings in known}) > 1]
+    words = [f"{key.split('.')[-1]}={own.get(key, default)}" for key in differing]
     return ", ".join(words) if words else group.setting[:6]
 
 
