@@ -19,6 +19,7 @@ from oelm.study.claim_data import (
     Part,
     Said,
     claim_data,
+    figure,
     fill,
     join,
     say,
@@ -204,8 +205,12 @@ class Case:
             return None
         return statistics.paired([value - threshold for value in self.values]).p
 
+    @property
+    def signed(self) -> bool:
+        return self.part.measure != "kept"
+
     def show(self, value: float) -> Said:
-        return show(value, self.unit, self.part.measure != "kept")
+        return show(value, self.unit, self.signed)
 
     def what(self) -> Said:
         """The number, in words."""
@@ -214,8 +219,8 @@ class Case:
         if self.interval is None:
             interval = say("no_interval", n=found.n)
         else:
-            low, high = (self.show(value) for value in self.interval)
-            interval = say("interval", low=low, high=high, n=found.n)
+            low = figure(self.interval[0], self.unit, self.signed)
+            interval = say("interval", low=low, high=self.show(self.interval[1]), n=found.n)
         return say(
             self.part.measure,
             method=self.method,

@@ -90,15 +90,18 @@ def join(sentences: Iterable[Said], between: Said = (" ", "")) -> Said:
     return between[0].join(pair[0] for pair in pairs), between[1].join(pair[1] for pair in pairs)
 
 
+def figure(value: float, unit: str, signed: bool = True) -> str:
+    """A number as it is shown with its unit, without the unit."""
+    return "0" if value == 0 else f"{value:{'+' if signed else ''}.{2 if unit == 'points' else 1}f}"
+
+
 def show(value: float, unit: str, signed: bool = True) -> Said:
-    sign = "+" if signed else ""
-    if unit == "points":
-        return f"{value:{sign}.2f} points", f"{value:{sign}.2f} 个百分点"
-    return f"{value:{sign}.1f} %", f"{value:{sign}.1f}%"
+    number = figure(value, unit, signed)
+    return (f"{number} points", f"{number} 个百分点") if unit == "points" else (f"{number} %", f"{number}%")
 
 
 def show_p(p: float | None) -> str:
-    return "?" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    return "= ?" if p is None else "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
 def show_problems(codes: Iterable[str]) -> Said:

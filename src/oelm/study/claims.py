@@ -6,7 +6,7 @@ A claim is judged on every setting of the records that fits it, and these tests 
 forbids a conclusion from two arms (`oelm.study.analysis.PROBLEMS`) leaves the claim not decided.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -193,7 +193,7 @@ def _compare(case: Case, p_above: float | None, p_below: float | None) -> tuple[
     higher = p_above < LEVEL and found.mean > case.above
     if p_below < LEVEL and found.mean < case.below:
         verdict, key = REFUTED, "refuted_below" if case.part.share is None else "refuted_share"
-        said = [say(key, below=below, share=case.part.share, p=show_p(p_below))]
+        said = [say(key, below=below, share=100 * (case.part.share or 0), p=show_p(p_below))]
         said += [say("small_gain")] if higher else []
     elif higher:
         verdict, said = SUPPORTED, [say("supported_above", above=above, p=show_p(p_above))]
@@ -227,10 +227,17 @@ def _deciding(findings: Sequence[Finding], verdict: str) -> Finding:
 def _summary(findings: Sequence[Finding]) -> list[Said]:
     said = []
     for verdict in VERDICTS:
-        counts = Counter(f"{f.task} ({f.model})" for f in findings if f.verdict == verdict)
-        if names := ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items()):
-            said.append(say("summary", verdict=verdict_name(verdict), settings=names))
+        if names := [_label(f) for f in findings if f.verdict == verdict]:
+            said.append(say("summary", verdict=verdict_name(verdict), settings=_names(names)))
     return said
+
+
+def _label(where: Group | Finding) -> str:
+    return f"{where.task} ({model_name(where) if isinstance(where, Group) else where.model})"
+
+
+def _names(labels: Iterable[str]) -> str:
+    return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in Counter(labels).items())
 
 
 def verdict_name(verdict: str) -> Said:
@@ -300,7 +307,7 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     else:
         verdict, key = SUPPORTED, "kinds_follow"
     words = {SUPPORTED: "kinds_works", REFUTED: "kinds_fails", NOT_DECIDED: "kinds_open"}
-    names = [say(words[f.verdict], where=f"{f.task} ({f.model})") for f in findings]
+    names = [say(words[f.verdict], where=_label(f)) for f in findings]
     listed = say("kinds_list", margin=margin_of(analysis), list=join(names, ("; ", "；")))
     sure = [f for f in findings if f.verdict != NOT_DECIDED]
     n = min((f.n for f in sure), default=0)
@@ -311,17 +318,23 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
 
 
 def _rates(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
-    findings, every = [], []
+    findings, every, left_out = [], [], defaultdict(list)
     for group in groups:
         ratios, said = rate_ratios(claim, group)
         every += ratios
         one = count_ratios(claim, ratios)
+        if not ratios:
+            left_out[join(said)].append(_label(group))
         sentences = [*(one.said if ratios else []), *said, where(claim, group)]
         findings.append(
             _finding(group, one.verdict, one.number, one.interval, len(ratios), "ratio", None, sentences)
         )
     found = count_ratios(claim, every)
-    said = [(findings[0].reason, findings[0].reason_zh)] if len(findings) == 1 else found.said
+    if len(findings) == 1:
+        said = [(findings[0].reason, findings[0].reason_zh)]
+    else:
+        reasons = [say("rates_left_out", settings=_names(names), why=why) for why, names in left_out.items()]
+        said = [*found.said, *reasons]
     return _verdict(claim, found.verdict, said, findings, found.number, found.interval, len(every), "ratio")
 
 
