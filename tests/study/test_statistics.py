@@ -397,7 +397,6 @@ RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 
 
 def test_rate_robustness_by_hand():
-    # 0.89 and 0.90 are a tolerance apart, though their difference in binary is a little more.
     result = rate_robustness(RATES, [0.899, 0.90, 0.89, 0.70, 0.895])
     assert (result.best_rate, result.best_score) == (3e-4, 0.90)
     assert (result.low, result.high) == (1e-4, 1e-3), "1e-2 is good again, but not without a gap"
@@ -405,6 +404,8 @@ def test_rate_robustness_by_hand():
     # 9e-4 lies log(3) / log(10/3) of the way from 3e-4 to 1e-3.
     assert result.lost == pytest.approx(0.01 * math.log(3) / math.log(10 / 3))
     assert rate_robustness(RATES, [0.8, 0.9, 0.9, 0.8, 0.1]).best_rate == 3e-4, "of equals the smallest"
+    # In binary 0.7 is a little less than 0.8 - 0.1.
+    assert rate_robustness([1e-3, 2e-3], [0.8, 0.7], tolerance=0.1).high == 2e-3
 
 
 def test_rate_robustness_where_less_is_better_and_in_any_order():
