@@ -33,6 +33,7 @@ from transformers import (
     initialization,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -46,6 +47,7 @@ from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.fused import FusedWeights, packed_linear
 from oelm.gpt_config import OelmGPTConfig
+from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
@@ -260,22 +262,41 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Labels are the input ids; they are shifted here, -100 is ignored."""
+        """Labels are the input ids, shifted here; `shift_labels` are shifted already. -100 is ignored.
+
+        While training with labels the loss is computed in chunks and `logits` is None: they would be the
+        largest tensor by far. `skip_logits` decides it either way. Only the loss in chunks knows
+        `label_smoothing` and the `reduction`s "sum" and "none" (every position's loss, without gradient).
+        """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         out = self.transformer(input_ids, attention_mask, use_cache=use_cache, **kwargs)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep, :])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-            )
+        hidden = out.last_hidden_state[:, keep, :]
+        targets = shifted(labels) if labels is not None and shift_labels is None else shift_labels
+        # Another head (an adapter's, a sharded one) or a loss of the user's own must be called, not imitated.
+        ours = type(self.lm_head) is nn.Linear and self.loss_function is ForCausalLMLoss
+        if skip_logits is None:
+            skip_logits = self.training and targets is not None and ours
+        logits, loss = None, None
+        if skip_logits:
+            if targets is None or not ours:
+                raise UserError("skip_logits needs labels, and the model's own lm_head and loss_function")
+            options = (num_items_in_batch, label_smoothing, reduction)
+            loss = causal_lm_loss(hidden, self.lm_head.weight, targets, *options)
+        else:
+            if label_smoothing or reduction != "mean":
+                raise UserError("label_smoothing and reduction need skip_logits=True")
+            logits = self.lm_head(hidden)
+            if targets is not None:
+                args = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+                loss = self.loss_function(logits=logits, num_items_in_batch=num_items_in_batch, **args)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oelm.audit import unwrap
 from oelm.data import IGNORE, Plan, Store, Windows, answer_text, padded_batch, read_references
 from oelm.data.batches import ranges
 from oelm.errors import UserError
+from oelm.gpt import OelmGPTForCausalLM
 from oelm.training import metrics
 
 Array = np.ndarray
@@ -162,19 +164,25 @@ class Language(Objective):
         return int(np.minimum(windows.size, len(windows.split.tokens) - 1 - first).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(**batch.inputs, use_cache=False).logits.float()
-        return token_loss(logits, batch.targets["labels"], self.label_smoothing)
+        return self._loss(model, batch, "sum", self.label_smoothing)
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
-        logits = model(**batch.inputs, use_cache=False).logits.float()
-        targets = batch.targets["labels"]
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
-        ).double()
+        losses = self._loss(model, batch, "none", 0.0).double()
         return losses.sum(), {
             "scores": losses.sum(1).cpu().numpy(),  # nats per window
-            "tokens": (targets != IGNORE).sum(1).cpu().numpy(),
+            "tokens": (batch.targets["labels"] != IGNORE).sum(1).cpu().numpy(),
         }
+
+    def _loss(self, model: nn.Module, batch: Batch, reduction: str, smoothing: float) -> Tensor:
+        """The sum, or with "none" every token's loss (texts, positions), to measure and not to train on."""
+        inputs, targets = batch.inputs | {"use_cache": False}, batch.targets["labels"]
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        if isinstance(unwrap(model), OelmGPTForCausalLM):
+            return model(**inputs, shift_labels=targets, skip_logits=True, **options).loss
+        # Others may scale or cap their logits, so theirs are made.
+        logits = model(**inputs).logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, **options)
+        return loss.view_as(targets) if reduction == "none" else loss
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         return Measured(metrics.language(loss_sum, count, self.store[split].bytes), arrays)
