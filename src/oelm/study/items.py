@@ -13,6 +13,7 @@ import numpy as np
 from oelm.errors import UserError
 from oelm.study.statistics import ROUNDING, SEED, Array, check_confidence, constant, finite, widened
 
+FEW_VALUES = 1_000  # different scores; with more, drawing items is quicker than drawing counts
 EXACT_BELOW = 25  # items on which the two differ; from here on chi-square is close enough
 
 
@@ -47,12 +48,16 @@ def item_bootstrap(
         edge = 0.0 if abs(mean) <= ROUNDING else None
         return ItemDifference(seeds, items, mean, edge, edge)
     rng = np.random.default_rng(SEED)
-    # In parts of some megabytes: all at once would take gigabytes, one by one is slow where items are few.
-    rows = max(1, 2**20 // items)
-    parts = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-    means = [per_item[rng.integers(items, size=(part, items))].mean(axis=1) for part in parts]
+    values, counts = np.unique(per_item, return_counts=True)
+    if len(values) < FEW_VALUES:  # right or wrong: only how often each value is drawn matters
+        means = rng.multinomial(items, counts / items, size=resamples) @ values / items
+    else:  # in parts of some megabytes: all at once would take gigabytes, one by one is slow
+        rows = max(1, 2**20 // items)
+        sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+        parts = [per_item[rng.integers(items, size=(size, items))].mean(axis=1) for size in sizes]
+        means = np.concatenate(parts)
     level = widened(confidence, items)
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return ItemDifference(seeds, items, mean, float(low), float(high))
 
 
