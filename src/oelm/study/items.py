@@ -48,9 +48,10 @@ def item_bootstrap(
         edge = 0.0 if abs(mean) <= ROUNDING else None
         return ItemDifference(seeds, items, mean, edge, edge)
     rng = np.random.default_rng(SEED)
-    values, counts = np.unique(per_item, return_counts=True)
+    values, first, counts = np.unique(per_item, return_index=True, return_counts=True)
     if len(values) < FEW_VALUES:  # right or wrong: only how often each value is drawn matters
-        means = rng.multinomial(items, counts / items, size=resamples) @ values / items
+        order = np.argsort(first)  # as they appear: swapping the arms then turns the interval around
+        means = rng.multinomial(items, counts[order] / items, size=resamples) @ values[order] / items
     else:  # in parts of some megabytes: all at once would take gigabytes, one by one is slow
         rows = max(1, 2**20 // items)
         sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
