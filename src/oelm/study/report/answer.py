@@ -8,7 +8,7 @@ from oelm.study.report import numbers
 from oelm.study.report.view import View
 
 MOST_CLAUSES = 3  # comparisons that are told one by one; more are counted
-MOST_NAMES = 8
+MOST_NAMES = 6
 VERDICTS = ("better", "worse", "equivalent", "open", "void")
 
 
@@ -24,8 +24,10 @@ def answer(view: View) -> list[str]:
     elif len(settings) == 1 and len(comparisons) <= MOST_CLAUSES:
         clauses = words("list.semicolon").join(clause(view, c) for c in comparisons)
         first = words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
+    elif len(settings) == 1:
+        first = _by_verdict(view, comparisons)
     else:
-        first = _counted(view, comparisons)
+        first = _by_method(view, comparisons)
     return [first, _conditions(view)]
 
 
@@ -38,7 +40,7 @@ def clause(view: View, comparison: Comparison) -> str:
             "answer.void", **names, reasons=reasons(view, comparison), seen=_seen(view, comparison)
         )
     digits = view.digits(comparison)
-    difference = view.amount(group, numbers.signed(paired.mean, digits))
+    difference = _difference(view, comparison)
     if verdict == "open":
         if paired.low is None or paired.low == paired.high:
             return view.words("answer.open_flat", **names, diff=difference, n=paired.n)
@@ -96,8 +98,16 @@ def _seen(view: View, comparison: Comparison) -> str:
     paired = comparison.paired
     if paired is None:
         return view.words("answer.seen_nothing")
-    text = numbers.signed(paired.mean, view.digits(comparison))
-    return view.words("answer.seen", diff=view.amount(comparison.group, text), n=paired.n)
+    return view.words("answer.seen", diff=_difference(view, comparison), n=paired.n)
+
+
+def _difference(view: View, comparison: Comparison) -> str:
+    """The mean difference; of a perplexity, where less is more, its sense is said."""
+    assert comparison.paired is not None
+    text = view.amount(comparison.group, numbers.signed(comparison.paired.mean, view.digits(comparison)))
+    if comparison.group.larger_is_better:
+        return text
+    return view.words("list.with", name=text, detail=view.words("answer.sense"))
 
 
 def _margin(view: View, comparison: Comparison) -> str:
@@ -105,35 +115,63 @@ def _margin(view: View, comparison: Comparison) -> str:
     return view.amount(comparison.group, f"{comparison.equivalence.margin:g}")
 
 
-def _counted(view: View, comparisons: Sequence[Comparison]) -> str:
-    references = {c.group.reference for c in comparisons}
-    reference = references.pop() if len(references) == 1 else view.words("answer.the_reference")
-    parts = []
+def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
+    """Many methods on one task."""
+    words, parts = view.words, []
     for verdict in VERDICTS:
         several = [c for c in comparisons if c.verdict == verdict]
         if several:
-            names = view.words.items(_name(view, c, comparisons) for c in several[:MOST_NAMES])
-            if len(several) > MOST_NAMES:
-                names = view.words("list.more", names=names, count=len(several) - MOST_NAMES)
-            parts.append(view.words(f"answer.count_{verdict}", count=len(several), names=names))
-    return view.words(
-        "answer.counts", total=len(comparisons), reference=reference, parts=view.words.items(parts)
+            names = words.items(f"{c.method} {_amount(view, [c])}".strip() for c in several)
+            parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
+    clauses = words(
+        "answer.against",
+        reference=comparisons[0].group.reference,
+        clauses=words("list.semicolon").join(parts),
+    )
+    return words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
+
+
+def _by_method(view: View, comparisons: Sequence[Comparison]) -> str:
+    """Several tasks: how often each method came out better, worse, equivalent or neither."""
+    words, clauses = view.words, []
+    for method in dict.fromkeys(c.method for c in comparisons):
+        own = [c for c in comparisons if c.method == method]
+        parts = []
+        for verdict in VERDICTS:
+            several = [c for c in own if c.verdict == verdict]
+            if several:
+                parts.append(_part(view, verdict, several, len(several) == len(own)))
+        clauses.append(words("answer.method", method=method, parts=words.items(parts)))
+    references = {c.group.reference for c in comparisons}
+    reference = references.pop() if len(references) == 1 else words("answer.the_reference")
+    count = len({c.group.setting for c in comparisons})
+    return words(
+        "answer.counts", reference=reference, count=count, clauses=words("list.semicolon").join(clauses)
     )
 
 
-def _name(view: View, comparison: Comparison, among: Sequence[Comparison]) -> str:
-    """A comparison by what tells it from the others, with its difference."""
-    task, method = view.label(comparison.group), comparison.method
-    if len({c.group.setting for c in among}) == 1:
-        name = method
-    elif len({c.method for c in among}) == 1:
-        name = task
-    else:
-        name = view.words("answer.pair", method=method, task=task)
-    if comparison.verdict == "void" or comparison.paired is None:
-        return name
-    text = numbers.signed(comparison.paired.mean, view.digits(comparison))
-    return f"{name} {view.amount(comparison.group, text)}"
+def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: bool) -> str:
+    words = view.words
+    key = "part_all" if all_of_them else "part_some"
+    names = words.items(view.label(c.group) for c in several[:MOST_NAMES])
+    if len(several) > MOST_NAMES:
+        names = words("list.more", names=names, count=len(several) - MOST_NAMES)
+    text = words(f"answer.{key}", verdict=words(f"answer.is_{verdict}"), count=len(several), names=names)
+    details = [_amount(view, several)] if verdict in ("better", "worse") else []
+    if any(c.negligible for c in several):
+        details.append(words("verdict.negligible"))
+    details = [detail for detail in details if detail]
+    return words("list.with", name=text, detail=words.items(details)) if details else text
+
+
+def _amount(view: View, several: Sequence[Comparison]) -> str:
+    """The difference, or the range of several; nothing where they are not all of one unit."""
+    means = sorted(c.paired.mean for c in several if c.paired is not None and c.verdict != "void")
+    if not means or len({c.group.kind for c in several}) > 1:
+        return ""
+    digits = max(view.digits(c) for c in several)
+    ends = list(dict.fromkeys(numbers.signed(mean, digits) for mean in (means[0], means[-1])))
+    return view.amount(several[0].group, ends[0] if len(ends) == 1 else view.words.range(*ends))
 
 
 def _conditions(view: View) -> str:

@@ -86,13 +86,13 @@ def _row_name(view: View, comparison: Comparison) -> str:
 
 
 def _room(axes: Any, rows: Sequence[Comparison], margin: float | None) -> None:
-    """Limits that hold zero and the margin, but let no single wild interval squeeze the rest."""
+    """Limits that hold zero, the margin and every interval."""
     ends = [0.0, margin or 0.0, -(margin or 0.0)]
     for comparison in rows:
-        paired = comparison.paired
+        paired, items = comparison.paired, comparison.items
         assert paired is not None
-        ends += [paired.mean]
-        ends += [end for end in (paired.low, paired.high) if end is not None]
+        drawn = [paired.mean, paired.low, paired.high, *((items.low, items.high) if items else ())]
+        ends += [end for end in drawn if end is not None]
     low, high = min(ends), max(ends)
     axes.set_xlim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
@@ -184,7 +184,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> str:
                 last * 1.06, _shown(group, value), "*", ms=11, color=colour(view.colours[method]),
                 markerfacecolor=PAGE, markeredgewidth=1.4, clip_on=False,
             )  # fmt: skip
-            texts.append(view.words("figure.published", id=experiment.id, value=view.value(group, value, 2)))
+            texts.append(view.words("figure.published", id=experiment.id, value=view.value(group, value)))
     axes.set_xlabel(view.words("figure.step"))
     axes.locator_params(axis="x", nbins=5)
     return "; ".join(texts)
@@ -285,21 +285,24 @@ def _scale(view: View, group: Group, axes: Any) -> None:
     if group.kind == "share":
         axes.locator_params(axis="y", nbins=6)
         return
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axes.set_yscale("log")
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
     low, high = axes.get_ylim()
-    subs = (1.0, 2.0, 5.0) if high / low > 4 else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.significant(value, 3)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    if low > 0 and high / low > 4:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.locator_params(axis="y", nbins=6)
+    axes.yaxis.set_major_formatter(plain)
     if group.metric == "perplexity" and (factor := _bits_per_log2(group)):
         other = axes.secondary_yaxis(
             "right", functions=(lambda y: factor * _log2(y), lambda b: 2.0 ** (b / factor))
         )
+        other.yaxis.set_major_locator(MaxNLocator(5))
         other.yaxis.set_minor_locator(NullLocator())
-        other.locator_params(axis="y", nbins=5)
+        other.yaxis.set_major_formatter(plain)
         other.tick_params(colors=LINE, labelcolor=FAINT)
         other.spines["right"].set_visible(False)
         axes.set_title(view.words("metric.bits_per_byte"), loc="right", x=1.12, pad=8)

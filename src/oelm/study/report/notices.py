@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from oelm.study.analysis import Group
+from oelm.study.analysis import Arm, Group
 from oelm.study.matrix import Cell
 from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
@@ -73,23 +73,32 @@ def _some(view: View, names: list[str]) -> str:
 
 def _of_group(view: View, group: Group) -> Iterable[Notice]:
     words, label = view.words, view.label(group)
+    # What holds for several methods alike is said once.
+    alike: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]] = defaultdict(list)
     for arm in group.arms.values():
-        values = {"task": label, "method": arm.method, "rate": numbers.rate(arm.lr)}
-        if arm.at_chance:
-            seeds = words.items(map(str, arm.at_chance))
-            yield Notice("chance", words("notice.at_chance", **values, seeds=seeds))
-        if behind := group.behind(arm):
-            names = words.items(words.name("trivial", name) for name in behind)
-            yield Notice("trivial", words("notice.behind", **values, names=names))
-        if arm.records and not arm.chosen:
-            rates = words.items(map(numbers.rate, sorted({record.lr for record in arm.records})))
-            yield Notice("rate", words("notice.not_chosen", **values | {"rate": rates}))
-        if group.matrix and arm.method in group.matrix.at_edge:
-            yield Notice("rate", words("notice.at_edge", **values))
-        if group.matrix and arm.method in group.matrix.failed:
-            yield Notice("rate", words("notice.no_rate", **values))
+        for kind, key, details in _of_arm(view, group, arm):
+            alike[kind, key, tuple(details.items())].append(arm.method)
+    for (kind, key, values), methods in alike.items():
+        text = words(f"notice.{key}", task=label, method=words.items(methods), **dict(values))
+        yield Notice(kind, text)
     if missing := _missing(group):
         yield Notice("unfinished", words("notice.missing", task=label, count=missing))
+
+
+def _of_arm(view: View, group: Group, arm: Arm) -> Iterable[tuple[str, str, dict[str, str]]]:
+    """Kind of notice, its text and the values in it, the method's name aside."""
+    words = view.words
+    if arm.at_chance:
+        yield "chance", "at_chance", {"seeds": words.items(map(str, arm.at_chance))}
+    if behind := group.behind(arm):
+        yield "trivial", "behind", {"names": words.items(words.name("trivial", name) for name in behind)}
+    if arm.records and not arm.chosen:
+        rates = map(numbers.rate, sorted({record.lr for record in arm.records}))
+        yield "rate", "not_chosen", {"rate": words.items(rates)}
+    if group.matrix and arm.method in group.matrix.at_edge:
+        yield "rate", "at_edge", {"rate": numbers.rate(arm.lr)}
+    if group.matrix and arm.method in group.matrix.failed:
+        yield "rate", "no_rate", {}
 
 
 def _missing(group: Group) -> int:

@@ -84,7 +84,9 @@ def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:
         digits = view.arm_digits(group, interval)
         text = view.value(group, interval.mean, digits)
         if interval.high is not None:  # a t interval: as far above the mean as below
-            text += f" ± {view.value(group, interval.high - interval.mean, digits)}"
+            places = len(text.partition(".")[2])
+            half = interval.high - interval.mean
+            text += f" ± {numbers.fixed(100 * half if group.kind == 'share' else half, places)}"
         cells.append(text)
     if perplexity:
         cells.append(numbers.fixed(bits(arm.records, "test"), 3))

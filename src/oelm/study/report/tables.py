@@ -91,7 +91,7 @@ def _published(view: View, group: Group, experiment: Experiment, value: float) -
         rate=numbers.rate(config["training"]["lr"]),
         split=words.name("split", str(experiment.published.get("split"))),
     )
-    values = [view.value(group, value, 2)]
+    values = [view.value(group, value, 2 if group.kind == "share" else 1)]
     if group.metric == "perplexity":
         values.append(numbers.NOTHING)  # of how many bytes was not reported
     first = Cell(words("table.published", method=config["method"]["name"]), note, tone="quiet")

@@ -64,7 +64,8 @@ class View:
         """A score as it stands in tables: per cent, or a perplexity."""
         if group.kind == "share":
             return numbers.fixed(None if value is None else 100 * value, digits)
-        return numbers.significant(value, 3 + digits)
+        # Two decimals tell perplexities of 4 and of 400 apart; those of early steps need none.
+        return numbers.fixed(value, 0 if value is not None and value >= 1000 else digits + 1)
 
     def quantity(self, group: Group, value: float | None, digits: int = 1) -> str:
         """A score in a sentence: with its unit."""
