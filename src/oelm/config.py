@@ -95,6 +95,7 @@ class TrainingConfig:
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     gradient_checkpointing: bool = False
+    fast: bool = True  # packed texts, compiled blocks, CUDA graphs, where the hardware has them
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps; 0: at the end of every epoch
     save_every: int = 500  # steps; evaluations that improve are saved too
@@ -169,7 +170,7 @@ class RunConfig:
 
 
 # Keys that do not change what a run computes.
-INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers")}
+INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fast")}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {

@@ -47,6 +47,7 @@ from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.fused import FusedWeights, packed_linear
 from oelm.gpt_config import OelmGPTConfig
+from oelm.kernels.packed import Packing, packed_attention
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
@@ -67,7 +68,13 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        rotation: Tensor | None,
+        cache: Cache | None,
+        packing: Packing | None,
     ) -> Tensor:
         # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
         parts = (self.q_proj, self.k_proj, self.v_proj)
@@ -79,6 +86,9 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
+        if packing is not None:  # one row of texts end to end
+            q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (T, H, D)
+            return self.o_proj(packed_attention(q, k, v, packing).flatten(1)[None])
         dropout = self.attention_dropout if self.training else 0.0
         with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
@@ -105,9 +115,15 @@ class Block(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        rotation: Tensor | None,
+        cache: Cache | None,
+        packing: Packing | None,
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache))
+        x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache, packing))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
@@ -205,8 +221,12 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool = False,
+        packing: Packing | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
+        """With `packing` the input is one row of texts end to end, with their positions."""
+        if packing is not None:
+            self._check_packing(attention_mask, position_ids)
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         length, device = x.shape[1], x.device
         if attention_mask is not None and attention_mask.dim() != 2:
@@ -216,8 +236,9 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = length + (past_key_values.get_seq_length() if past_key_values is not None else 0)
-        if self.config.positions == "learned" and seen > self.config.max_position_embeddings:
-            raise UserError(f"{seen} positions, but this model has {self.config.max_position_embeddings}")
+        longest = seen if packing is None else packing.longest
+        if self.config.positions == "learned" and longest > self.config.max_position_embeddings:
+            raise UserError(f"{longest} positions, but this model has {self.config.max_position_embeddings}")
         if position_ids is None:
             # Padding does not count: a text gives the same result wherever its padding stands.
             valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
@@ -236,13 +257,19 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         hidden = []
         for block in self.h:
             hidden.append(x)
-            x = block(x, mask, causal and length > 1, rotation, past_key_values)
+            x = block(x, mask, causal and length > 1, rotation, past_key_values, packing)
         x = self.ln_f(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
+
+    def _check_packing(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+        if self.causal or attention_mask is not None or position_ids is None:
+            raise UserError("packed texts are for bidirectional models, with position_ids and without a mask")
+        if self.training and self.config.attention_dropout:
+            raise UserError("packed attention knows no attention dropout; set attention_dropout = 0 or pad")
 
 
 class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
@@ -327,12 +354,15 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        packing: Packing | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        out = self.transformer(input_ids, attention_mask, **kwargs)
+        out = self.transformer(input_ids, attention_mask, packing=packing, **kwargs)
         x = out.last_hidden_state
         valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
-        if self.config.pooling == "mean":
+        if packing is not None:
+            pooled = self._pool_packed(x[0], packing.bounds.long())
+        elif self.config.pooling == "mean":
             weight = valid.float()[..., None]
             pooled = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
         else:
@@ -343,6 +373,14 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         return SequenceClassifierOutput(
             loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
         )
+
+    def _pool_packed(self, x: Tensor, bounds: Tensor) -> Tensor:
+        """One row per text of (N, C), meaningless for texts without tokens."""
+        if self.config.pooling == "last":
+            return x[(bounds[1:] - 1).clamp(min=0)]
+        text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+        sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
+        return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
 
 
 class OelmGPTForTokenClassification(_Bidirectional):

@@ -1,6 +1,6 @@
 """Batches of tensors from a store: gathered from the flat array by index, without a loop over items."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,38 @@ class Packed:
     def unpack(self) -> list[torch.Tensor]:
         """The items' tokens one by one."""
         return list(torch.split(self.input_ids, torch.diff(self.cu_seqlens).tolist()))
+
+
+def round_up(n: int) -> int:
+    """The next of eight sizes in each doubling, at least 256: few shapes, and little waste."""
+    step = max(256, 1 << max(0, (n - 1).bit_length() - 4))
+    return -(-n // step) * step
+
+
+def filled(batch: Packed, longest: int) -> Packed:
+    """The batch with tokens and texts added up to round sizes, so that few shapes occur.
+
+    What is added are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE.
+    """
+    tokens = len(batch.input_ids)
+    extra = round_up(tokens) - tokens
+    lengths = [longest] * (extra // longest) + ([extra % longest] if extra % longest else [])
+    # Room for as many added texts as a rounding can ever make, so that their number does not vary.
+    most = len(batch.ids) + -(-round_up(tokens) // (8 * longest)) + 1
+    texts = -(-most // 8) * 8
+    ends = np.cumsum([tokens, *lengths])[1:] if lengths else np.zeros(0)
+    added = np.full(texts - len(batch.ids), tokens + extra, dtype=np.int32)
+    added[: len(ends)] = ends
+    positions = np.concatenate([np.arange(length) for length in lengths]) if lengths else np.zeros(0)
+    pad = lambda tensor, n, value: torch.nn.functional.pad(tensor, (0, n), value=value)  # noqa: E731
+    return replace(
+        batch,
+        input_ids=pad(batch.input_ids, extra, 0),
+        position_ids=torch.cat([batch.position_ids, _long(positions)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, torch.from_numpy(added)]),
+        longest=longest,
+        labels=None if batch.labels is None else pad(batch.labels, len(added), IGNORE),
+    )
 
 
 def _gather(split: Split, items: Array) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
-from oelm.training.schedule import learning_rate, seed_step
+from oelm.training.schedule import learning_rate, seed_step, set_rate
 from oelm.training.session import Session, Stop, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
@@ -146,8 +146,7 @@ def _step(session: Session, epoch: int, k: int, batches: Any) -> tuple[Tensor, T
     training, state = session.config.training, session.state
     step, world = session.progress.step, state.num_processes
     count = session.objective.count("train", batches.batch(k))
-    for group in session.optimizer.param_groups:
-        group["lr"] = learning_rate(training, step, session.total)
+    set_rate(session.optimizer, learning_rate(training, step, session.total))
     summed: Tensor = torch.zeros((), device=state.device)
     tokens = 0
     for micro in range(training.accumulate):
@@ -156,12 +155,17 @@ def _step(session: Session, epoch: int, k: int, batches: Any) -> tuple[Tensor, T
         batch = session.objective.batch("train", items).to(state.device)
         tokens += batch.tokens
         seed_step(training.seed, step, part)
+        if session.graphed is not None:
+            summed += session.graphed.backward(batch, 1 / count)
+            continue
         with parallel.accumulating(session.model, micro == training.accumulate - 1):
             with session.autocast():
                 loss = session.objective.loss(session.model, batch)
             # DDP and FSDP2 average over processes; times their number that is the sum.
             session.scaler.scale(loss * (world / count)).backward()
         summed += loss.detach() / count
+    if session.graphed is not None:
+        return summed, session.graphed.step(), tokens
     session.scaler.unscale_(session.optimizer)
     trained = [p for p in session.raw.parameters() if p.grad is not None]
     norm = parallel.norm_of(trained, training.clip)

@@ -5,7 +5,7 @@ by the count of the whole global batch, whatever the number of processes and acc
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data import IGNORE, Plan, Store, Windows, answer_text, padded_batch, read_references
+from oelm.data import (
+    IGNORE,
+    Plan,
+    Store,
+    Windows,
+    answer_text,
+    packed_batch,
+    padded_batch,
+    read_references,
+)
+from oelm.data.assemble import filled
 from oelm.data.batches import ranges
 from oelm.errors import UserError
 from oelm.gpt import OelmGPTForCausalLM
+from oelm.kernels.packed import Packing
 from oelm.training import metrics
 
 Array = np.ndarray
@@ -32,9 +43,21 @@ class Batch:
     targets: dict[str, Tensor]
     tokens: int  # real ones, padding not counted
 
+    longest: int | None = None  # of texts end to end; None: padded, or windows
+
     def to(self, device: torch.device) -> "Batch":
-        move = lambda tensors: {k: v.to(device, non_blocking=True) for k, v in tensors.items()}  # noqa: E731
-        return Batch(self.ids, move(self.inputs), move(self.targets), self.tokens)
+        pin = device.type == "cuda"  # the copy then runs beside the computation
+        move = lambda tensors: {  # noqa: E731
+            k: (v.pin_memory() if pin else v).to(device, non_blocking=True) for k, v in tensors.items()
+        }
+        return replace(self, inputs=move(self.inputs), targets=move(self.targets))
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with."""
+        if self.longest is None:
+            return dict(self.inputs)
+        inputs = dict(self.inputs)
+        return inputs | {"packing": Packing(inputs.pop("bounds"), self.longest)}
 
 
 @dataclass
@@ -49,6 +72,8 @@ class Objective(ABC):
     """One kind of task. A subclass says what a batch is, what the loss is, and what to make of outputs."""
 
     auto_class: str  # the transformers Auto class of its models
+    packed = False  # texts end to end instead of padded: set where model and device can do it
+    static = False  # packed batches are filled up to few shapes: set where CUDA graphs want it
 
     def __init__(self, store: Store, label_smoothing: float = 0.0, class_weights: str = "none") -> None:
         self.store, self.label_smoothing = store, label_smoothing
@@ -98,13 +123,27 @@ class Classification(Objective):
             self.weights = torch.tensor(counts.sum() / (len(counts) * counts), dtype=torch.float32)
 
     def batch(self, split: str, items: Array) -> Batch:
+        tokens = int(self.store[split].lengths[items].sum())
+        if self.packed:
+            return self._packed_batch(split, items, tokens)
         padded = padded_batch(self.store[split], items, self.store.pad_id)
         assert padded.labels is not None
-        tokens = int(self.store[split].lengths[items].sum())
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
 
+    def _packed_batch(self, split: str, items: Array, tokens: int) -> Batch:
+        batch = packed_batch(self.store[split], items)
+        if self.static and split == "train":
+            batch = filled(batch, self.store.max_length)
+        assert batch.labels is not None
+        inputs = {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.position_ids[None],
+            "bounds": batch.cu_seqlens,
+        }
+        return Batch(batch.ids, inputs, {"labels": batch.labels}, tokens, batch.longest)
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(**batch.inputs).logits.float()
+        logits = model(**batch.arguments()).logits.float()
         return self._loss(logits, batch.targets["labels"])
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -114,7 +153,7 @@ class Classification(Objective):
         )
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
-        logits = model(**batch.inputs).logits.float()
+        logits = model(**batch.arguments()).logits.float()
         labels = batch.targets["labels"]
         # Measured without smoothing and weights, so that losses of different recipes compare.
         loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -4,6 +4,7 @@ import resource
 import shutil
 import statistics
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +152,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "texts_per_s": round(texts, 2),
         "peak_memory_bytes": peak_memory(session.state.device),
         "data_fingerprint": session.store.fingerprint,
+        "paths": asdict(session.paths),
     }
 
 

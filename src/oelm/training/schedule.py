@@ -36,18 +36,29 @@ def learning_rate(training: TrainingConfig, step: int, total: int) -> float:
     return training.lr * (1 - done) if training.schedule == "linear" else training.lr
 
 
-def make_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = False) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
-    given state, and one that is unfrozen later trains. Vectors (norms, biases) are not decayed."""
+    given state, and one that is unfrozen later trains. Vectors (norms, biases) are not decayed. In a CUDA
+    graph (`graphed`) the rate is a tensor that is filled before every step: see `set_rate`."""
+    device = next(model.parameters()).device
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     return torch.optim.AdamW(
         [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=training.lr,
+        lr=torch.tensor(training.lr, device=device) if graphed else training.lr,
         betas=training.betas,
         eps=training.eps,
-        fused=next(model.parameters()).device.type in ("cpu", "cuda"),
+        fused=device.type in ("cpu", "cuda"),
+        capturable=graphed,
     )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def seed_step(seed: int, step: int, part: int) -> None:

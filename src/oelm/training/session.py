@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
 from oelm.errors import Interrupted, UserError
-from oelm.training import parallel, results
+from oelm.training import fast, parallel, results
 from oelm.training.checkpoint import Checkpoints, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, environment
-from oelm.training.objective import Objective
+from oelm.training.objective import Batch, Objective
 from oelm.training.schedule import make_optimizer, total_steps
 
 
@@ -65,10 +65,12 @@ class Session:
     total: int
     display: Display
     progress: Progress
+    paths: fast.Paths
     log: MetricsLog | None = None
     trackers: list[Any] = field(default_factory=list)
     step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
     stop: "Stop" = field(default_factory=lambda: Stop())
+    graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
 
     @property
     def main(self) -> bool:
@@ -95,11 +97,17 @@ def start_session(
     if training.gradient_checkpointing:
         raw.gradient_checkpointing_enable({"use_reentrant": False})
     before = fingerprint(raw)
-    model = parallel.wrap(raw, state, training.fsdp)
-    optimizer = make_optimizer(raw, training)
     total = total_steps(
         training, objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     )
+    paths = fast.Paths(
+        padded=fast.why_padded(config, objective, raw, state.device),
+        eager=fast.why_eager(config, state.num_processes, state.device, precision),
+        compiled=fast.compile_blocks(raw, total, config, state.device),
+    )
+    objective.packed, objective.static = paths.padded is None, paths.eager is None
+    model = parallel.wrap(raw, state, training.fsdp)
+    optimizer = make_optimizer(raw, training, graphed=paths.eager is None)
     checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
     progress = Progress()
     scaler = torch.amp.GradScaler(state.device.type, enabled=precision == "fp16")
@@ -116,8 +124,10 @@ def start_session(
     session = Session(
         config, store, objective, folder, state, raw, model, optimizer, scaler,
         parallel.autocast_of(precision, state.device), precision, checkpoints, before, report, total,
-        Display(label, total, progress.step, show and state.is_main_process), progress, stop=stop,
+        Display(label, total, progress.step, show and state.is_main_process), progress, paths, stop=stop,
     )  # fmt: skip
+    if paths.eager is None:
+        session.graphed = _graphed_step(session)
     if session.main:
         if loaded is not None:
             checkpoints.settle(asdict(progress))
@@ -128,6 +138,24 @@ def start_session(
         session.trackers = results.start_trackers(session)
         session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
     return session
+
+
+def _graphed_step(session: Session) -> fast.GraphedStep:
+    """The step's two halves, as they are recorded."""
+    training = session.config.training
+    parameters = [p for p in session.raw.parameters() if p.requires_grad]
+
+    def forward(batch: Batch) -> Tensor:
+        with session.autocast():
+            return session.objective.loss(session.model, batch)
+
+    def finish() -> Tensor:
+        norm = parallel.norm_of(parameters, training.clip)
+        session.optimizer.step()
+        session.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+    return fast.GraphedStep(forward, finish, torch.zeros((), device=session.state.device))
 
 
 def _habits(config: RunConfig) -> Iterator[str]:
@@ -145,6 +173,8 @@ def _introduce(session: Session, resumed: bool) -> None:
         f"{session.state.device.type} in {session.precision}; about "
         f"{estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])}"
     )
+    if session.state.device.type == "cuda":
+        say(str(session.paths))
     for warning in session.progress.warnings:
         say(f"note: {warning}")
     if resumed:

@@ -1,0 +1,47 @@
+"""Attention over texts that lie end to end, each attending to itself: no padding is ever computed."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # builds of torch without flash attention
+    varlen_attn = None  # type: ignore[assignment]
+
+
+class Packing(NamedTuple):
+    """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
+
+    `bounds` is int32 on the tokens' device; texts of length zero are allowed, so that its size can be fixed.
+    All N tokens belong to a text. `longest` is at least the length of every text.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it."""
+    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        bounds, longest = packing
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        assert isinstance(out, Tensor)
+        return out
+    return portable(q, k, v, packing)
+
+
+def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """The same through padding and `F.scaled_dot_product_attention`: the definition, for any device."""
+    starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
+    place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
+    real = place < ends[:, None]
+    place = place.clamp(max=len(q) - 1)
+    wide_q, wide_k, wide_v = (x[place].transpose(1, 2) for x in (q, k, v))  # (S, H, T, D)
+    # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
+    mask = (real[:, None, :] | ~real[:, :, None])[:, None]
+    out = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, attn_mask=mask).transpose(1, 2)
+    text = torch.searchsorted(ends, torch.arange(len(q), device=q.device), right=True)
+    return out[text, torch.arange(len(q), device=q.device) - starts[text]]
