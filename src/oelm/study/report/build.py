@@ -86,7 +86,7 @@ def _certainty(view: View) -> list[Block]:
     table = tables.certainty(view)
     if table is None:
         return []
-    return [table, Paragraph(view.words("section.certainty_note", metrics=_metrics(view)), tone="note")]
+    return [table, Paragraph(view.words("section.certainty_note"), tone="note")]
 
 
 def _across(view: View) -> list[Block]:

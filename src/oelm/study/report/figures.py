@@ -288,7 +288,7 @@ def _scale(view: View, group: Group, axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     plain = FuncFormatter(lambda value, _: f"{value:g}")
-    low, high = axes.get_ylim()
+    low, high = axes.dataLim.intervaly
     if low > 0 and high / low > 4:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=8))

@@ -46,7 +46,8 @@ def _environment(view: View) -> Table:
             words("repeat.data", task=record.task): environment.get("data"),
         }
         for name, value in entries.items():
-            seen.setdefault(name, Counter())[str(value)] += 1
+            if value is not None:  # older records lack some
+                seen.setdefault(name, Counter())[str(value)] += 1
     rows = []
     for name, values in seen.items():
         alone = len(values) == 1

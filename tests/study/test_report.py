@@ -1,0 +1,476 @@
+"""Reports as a reader gets them: the answer, the warnings, the two files, and what must not be in them."""
+
+import json
+import re
+import resource
+import string
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from scipy import stats
+from typer.testing import CliRunner
+
+from oelm.cli import app
+from oelm.errors import UserError
+from oelm.study.analysis import analyse, analyse_records
+from oelm.study.report import as_plain, numbers, summary, write_report
+from oelm.study.report.answer import answer
+from oelm.study.report.build import build
+from oelm.study.report.notices import notices
+from oelm.study.report.render import escape_markdown, to_html, to_markdown
+from oelm.study.report.view import View
+from oelm.study.report.words import LANGUAGES, Words, table
+from tests.study.claim_records import pairs, rates_study, run, trials
+from tests.study.report_folders import copy_run, make_study, settle
+
+HOSTILE = "<script>alert(1)</script>|$x$ `b` *c* [d](e) & \\ _f_ \"q'"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, attributes, ids and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[str] = []
+        self.by_tag: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag  # well nested
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+            self.by_tag.setdefault(self.open[-1], []).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split()).replace("\u00a0", " ")
+
+
+def rendered(records, study=None, lang="en") -> tuple[str, str]:
+    words = Words(lang)
+    document = build(View(analyse_records(records, study), words), "somewhere")
+    return to_html(document, words), to_markdown(document, words, "report.html")
+
+
+def said(records, study=None, lang="en") -> str:
+    return answer(View(analyse_records(records, study), Words(lang)))[0]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return make_study(tmp_path_factory.mktemp("report") / "s", items=200)
+
+
+@pytest.fixture(scope="module")
+def page(study):
+    return Page(write_report(study).html.read_text(encoding="utf-8"))
+
+
+def test_both_languages_have_every_text_with_the_same_places_for_values():
+    for key, texts in table().items():
+        assert set(texts) == set(LANGUAGES), key
+        parsed = [string.Formatter().parse(texts[lang]) for lang in LANGUAGES]
+        first, second = ({name for _, name, _, _ in parts if name} for parts in parsed)
+        assert first == second, key
+    assert sum(bool(re.search("[一-鿿]", texts["zh"])) for texts in table().values()) > 0.9 * len(table())
+
+
+def test_an_unknown_language_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match="en, zh"):
+        Words("fr")
+
+
+@pytest.mark.parametrize(("gain", "more"), [(5.0, "more"), (-5.0, "less")])
+def test_a_clear_difference_is_told_with_its_interval_and_p(gain, more):
+    records = pairs(gain)
+    ours = [r.test for r in records if r.method == "oelm"]
+    theirs = [r.test for r in records if r.method == "baseline"]
+    test = stats.ttest_rel([100 * v for v in ours], [100 * v for v in theirs])
+    low, high = sorted(abs(end) for end in test.confidence_interval(0.95))
+    sentence = said(records)
+    assert f"oelm reaches {abs(gain):.2f} points {more} accuracy than baseline" in sentence
+    assert (
+        f"95 % interval {low:.2f} to {high:.2f}, n = 5 seeds, p < 0.001" in sentence and test.pvalue < 0.001
+    )
+
+
+def test_a_perplexity_is_lower_or_higher_not_more_or_less():
+    assert "the perplexity of oelm is" in said(pairs(-10.0, task="tinystories"))
+    assert re.search(r"is 9\.\d\d % higher than that of baseline", said(pairs(-10.0, task="tinystories")))
+    assert re.search(r"is 10\.\d\d % lower than that of baseline", said(pairs(10.0, task="tinystories")))
+
+
+def test_equality_within_the_margin_needs_a_test_and_says_the_margin():
+    sentence = said(pairs(0.0, spread=0.5))
+    assert "are equivalent: they differ by less than the margin of 1 point (" in sentence
+
+
+def test_a_difference_too_small_to_matter_is_called_so():
+    sentence = said(pairs(0.5, spread=0.3))
+    assert "0.50 points more" in sentence and "within the margin of 1 point said not to matter" in sentence
+
+
+def test_what_the_data_do_not_decide_is_not_decided():
+    sentence = said(pairs(0.1, spread=10.0))
+    found = re.search(r"anything from −(\d+\.\d) to \+(\d+\.\d) fits; more seeds would narrow it", sentence)
+    assert "do not decide between oelm and baseline" in sentence and found
+    assert "p =" not in sentence
+
+
+def test_the_same_difference_on_every_seed_has_no_interval_to_tell():
+    records = [run(m, s, 0.75 + 0.125 * (m == "oelm")) for s in range(1, 6) for m in ("baseline", "oelm")]
+    assert "+12.5 points on each of 5 seeds" in said(records)
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        (pairs(5.0, n=3), "3 pairs of seeds are too few, a claim needs 5"),
+        (
+            pairs(5.0, only=True, lr=1e-3) + pairs(0.0, method="baseline", only=True),
+            "different learning rates",
+        ),
+        (pairs(5.0, results={"at_chance": True}), "oelm with seeds 1, 2, 3, 4, 5"),
+        (pairs(5.0, choose_on="test"), "on the test split"),
+        ([*pairs(5.0), run("baseline", 6, 0.8)], "measured runs are missing"),
+    ],
+)
+def test_where_nothing_may_be_concluded_the_reason_is_given(records, reason):
+    sentence = said(records)
+    assert "no conclusion may be drawn about oelm against baseline, because" in sentence
+    assert reason in sentence and "reaches" not in sentence
+    assert any(
+        n.kind == "void" and reason in n.text
+        for n in notices(View(analyse_records(records, None), Words("en")))
+    )
+
+
+def test_several_tasks_are_counted_by_method():
+    records = pairs(5.0, task="imdb") + pairs(-5.0, task="ag_news") + pairs(5.0, task="sst2")
+    sentence = said(records)
+    assert sentence.startswith("Compared with baseline in 3 settings: oelm is better in 2 (imdb, sst2)")
+    assert "worse in 1 (ag_news) (−5.00 points)" in sentence
+
+
+def test_many_methods_on_one_task_are_grouped_by_verdict():
+    records = pairs(5.0)
+    for method in ("oelm-random", "oelm-gaussian", "frozen"):
+        records += pairs(0.0, spread=0.5, method=method, only=True)
+    assert "better: oelm +5.00 points; equivalent: " in said(records)
+
+
+def test_nothing_to_compare_is_said():
+    assert said([run("oelm", 1, 0.8)]) == "There is nothing to compare: every run that has ended is of oelm."
+
+
+def test_rates_and_trivial_references_are_the_second_sentence(study):
+    second = answer(View(analyse(study), Words("en")))[1]
+    assert "best for it on validation (baseline 0.0003, oelm 0.0003)" in second
+    assert "TF-IDF + logistic regression reaches 90.1 %, ahead of all of them." in second
+    untuned = answer(View(analyse_records(pairs(5.0), None), Words("en")))[1]
+    assert "at one learning rate (0.0003), which was not chosen from a grid" in untuned
+
+
+def test_everything_asked_for_is_on_the_page(page):
+    for heading in ("Results", "Learning rates and learning curves", "How sure this is", "Warnings",
+                    "Time, memory, parameters", "Raw values", "How to repeat it"):  # fmt: skip
+        assert heading in page.by_tag["h2"]
+    for words in ("p, Holm", "p, equivalence", "±1", "95 % over items", "p, McNemar", "within 1 of the best",
+                  "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
+                  "baseline, published", "IMDB-oelm: one run, other recipe, rate 0.001, best on test",
+                  "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "20.8 ms"):  # fmt: skip
+        assert words in page.text, words
+    assert page.tags.count("svg") == page.tags.count("desc") == 4  # forest, rates, curves, expected best
+
+
+def test_the_numbers_in_the_files_are_those_of_the_analysis(study, page):
+    comparison = analyse(study).comparisons[0]
+    assert comparison.paired is not None and comparison.items is not None
+    digits = numbers.digits_for(comparison.paired.low, comparison.paired.high)
+    markdown = (study / "report.md").read_text(encoding="utf-8")
+    for text in (page.text, markdown):
+        assert numbers.signed(comparison.paired.mean, digits) in text
+        assert numbers.signed(comparison.items.low, digits) in text
+        for record in comparison.arm.records:
+            assert f"{100 * record.test:.2f}" in text
+
+
+def test_the_page_stands_alone(page, study):
+    html = (study / "report.html").read_text(encoding="utf-8")
+    assert "script" not in page.tags and "link" not in page.tags and "@import" not in html
+    for _, name, value in page.attributes:
+        if name in ("src", "href", "xlink:href", "srcset", "data"):
+            assert value.startswith("#")
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    for value in re.findall(r'(?:href="|url\()#([^")]+)', html):
+        assert value in ids
+
+
+def test_the_same_records_give_the_same_bytes(study):
+    first = [path.read_bytes() for path in (study / "report.md", study / "report.html")]
+    write_report(study)
+    assert first == [path.read_bytes() for path in (study / "report.md", study / "report.html")]
+
+
+def test_markdown_tables_are_tables(study):
+    write_report(study)
+    markdown = (study / "report.md").read_text(encoding="utf-8")
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(markdown)
+    kinds = [token.type for token in tokens]
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert kinds.count("table_open") >= 6
+    # Every line is a row (the ones that align the columns aside), and every bar in it ends a cell.
+    assert len(lines) == kinds.count("tr_open") + kinds.count("table_open")
+    cells = sum(line.count("|") - 1 for line in lines if not line.startswith(("| :---", "| ---:")))
+    assert cells == kinds.count("td_open") + kinds.count("th_open")
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_names_of_the_user_are_text_and_nothing_else(tmp_path, lang):
+    out = make_study(tmp_path / "s", tasks=(HOSTILE, "imdb"), seeds=5, title=HOSTILE)
+    for path in (out / "runs").rglob("results.json"):
+        record = json.loads(path.read_text()) | {"warnings": [f"{HOSTILE}\n# not a heading"]}
+        path.write_text(json.dumps(record))
+    copy_run(
+        out / "runs" / "x", "oelm", "imdb", 3e-4, 6, 0.8, results={"status": "failed", "reason": HOSTILE}
+    )
+    written = write_report(out, lang)
+    page = Page(written.html.read_text(encoding="utf-8"))
+    assert "script" not in page.tags and "b" not in {tag for tag, _, _ in page.attributes}
+    assert page.by_tag["title"][0].endswith(HOSTILE)
+    assert any(HOSTILE in " ".join(text.split()) for text in page.by_tag["li"])
+    assert any("<script>alert(1)</script>|$x$" in text for text in page.by_tag["text"])  # in the drawings
+    seen = MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(
+        written.markdown.read_text(encoding="utf-8")
+    )
+    from_markdown = Page(seen)
+    assert "script" not in from_markdown.tags and "a" not in from_markdown.tags
+    assert HOSTILE in from_markdown.by_tag["h1"][0] and "# not a heading" in from_markdown.text
+
+
+@pytest.mark.parametrize(
+    "text", ["# a", "1. a", "- a", "+ a", "a\n\nb", "|", "<b>", "**x**", "~~x~~", "&lt;"]
+)
+def test_markdown_shows_a_text_as_it_is(text):
+    seen = Page(MarkdownIt("gfm-like", {"linkify": False}).render(escape_markdown(text)))
+    assert seen.tags == ["p"] and seen.text == " ".join(text.split())
+
+
+def test_perplexity_never_stands_without_bits_per_byte(tmp_path):
+    out = make_study(tmp_path / "s", tasks=("tinystories",), metric="perplexity")
+    written = write_report(out)
+    page = Page(written.html.read_text(encoding="utf-8"))
+    arm = written.analysis.groups[0].arms["oelm"]
+    bits = f"{arm.test_metric('bits_per_byte'):.3f}"
+    assert "bits per byte" in page.by_tag["th"] and bits in page.text
+    assert page.by_tag["text"].count("bits per byte") == 3  # rates, curves, expected best
+    for record in arm.records:  # raw values
+        assert f"({record.results['test']['metrics']['bits_per_byte']:.3f})" in page.text
+    assert re.search(r"GPT-02: one run, other recipe", page.text) and "4.69" in page.text
+    shown = summary(written.analysis)
+    assert bits in shown and "unigram model 40.00 (1.277 bits per byte)" in shown
+
+
+def test_every_kind_of_warning_is_told_once(tmp_path):
+    out = make_study(tmp_path / "s")
+    for path in (out / "runs").rglob("environment.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps(record | {"commit": "abc" if "choice" in str(path) else "def"}))
+    for lr, seed in ((1e-3, 1001), (3e-3, 1001)):
+        copy_run(
+            out / "runs" / f"f{lr}", "oelm", "imdb", lr, seed, 0.8, test=False,
+            results={"status": "failed", "reason": "the loss is not finite"},
+        )  # fmt: skip
+    settle(out)
+    copy_run(out / "runs" / "other", "oelm", "another", 3e-4, 1, 0.8)
+    found = {}
+    for notice in notices(View(analyse(out), Words("en"))):
+        found.setdefault(notice.kind, []).append(notice.text)
+    assert any(
+        "oelm, rate 0.001, seed 1001; oelm, rate 0.003, seed 1001. Reason: the loss" in t
+        for t in found["failed"]
+    )
+    assert found["trivial"] == ["imdb, baseline, oelm: the mean is behind TF-IDF + logistic regression"]
+    assert "the runs do not share one commit: HEAD+changes, abc, def" in found["mixture"]
+    assert any(text.startswith("1 records in the folder were left out") for text in found["mixture"])
+    assert any(
+        text.startswith("imdb: 114 of 25000 items of test stand in train too (runs: ")
+        for text in found["run"]
+    )
+    assert len(found["run"]) == len(set(found["run"])) == 6  # each warning of the real run, once
+
+
+def test_warnings_that_differ_in_numbers_only_are_one_line():
+    records = pairs(5.0)
+    for place, record in enumerate(records):
+        record.results["warnings"] = [f"test accuracy 0.{place + 10} is behind tfidf_logreg (0.9007)"]
+    texts = [n.text for n in notices(View(analyse_records(records, None), Words("en"))) if n.kind == "run"]
+    assert texts == ["imdb: test accuracy 0.10 to 0.19 is behind tfidf_logreg (0.9007) (runs: 10)"]
+
+
+def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
+    tried = rates_study(1)
+    edge = trials({"baseline": {1: 3e-5}, "oelm": {1: 3e-4}})
+    records = [*edge, run("baseline", 1, 0.5, lr=3e-5, results={"at_chance": True}), run("oelm", 1, 0.8)]
+    analysis = analyse_records(records, make_widening(tried))
+    kinds = {n.kind: n.text for n in notices(View(analysis, Words("en")))}
+    assert kinds["chance"] == "imdb, baseline: seeds 1 learned no more than the most frequent class"
+    assert "baseline: the best rate (3e-5) is at the edge of the grid" in kinds["rate"]
+    assert kinds["unfinished"] == "imdb: 8 runs of the study have not ended; the numbers will change"
+
+
+def make_widening(study):
+    """A study whose grid has been widened as far as it may."""
+    study.table.widen = 1
+    study.table.lrs = study.table.lrs[1:]
+    return study
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+@pytest.mark.parametrize(
+    ("records", "study"),
+    [
+        ([run("oelm", 1, 0.8)], None),
+        (trials({"baseline": {1: 3e-4}, "oelm": {1: 1e-3}}), rates_study(1)),
+        (trials({"baseline": {1: 3e-4, 2: 3e-4}, "oelm": {1: 1e-3, 2: 3e-4}}), rates_study(2)),
+        (pairs(1.0, n=1), None),
+        (pairs(1.0) + pairs(2.0, task="tinystories") + pairs(-1.0, task="sst2", n=3), None),
+        (pairs(1.0) + pairs(1.0, lr=1e-3), None),
+        (pairs(1.0) + pairs(1.0, model="bert-base-uncased"), None),
+        ([run("oelm", 1, 0.8, results={"status": "failed", "reason": "", "test": None})], None),
+        (pairs(1.0, warmup=7.0) + pairs(1.0, warmup=9.0), None),
+        ([run(method, 1, 0.8, task="文本") for method in ("baseline", "oelm")], None),
+    ],
+)  # fmt: skip
+def test_whatever_is_there_gives_a_report(records, study, lang):
+    html, markdown = rendered(records, study, lang)
+    assert Page(html).by_tag["h1"] and markdown.startswith("# ")
+    assert "None" not in Page(html).text and "nan" not in Page(html).text.split()
+
+
+def test_settings_of_one_task_are_told_apart_by_what_differs():
+    analysis = analyse_records(pairs(1.0, warmup=7.0) + pairs(1.0, warmup=9.0), None)
+    assert sorted(View(analysis, Words("en")).labels.values()) == ["imdb (warmup=7.0)", "imdb (warmup=9.0)"]
+
+
+def test_chinese_is_chinese_and_has_the_same_numbers(study):
+    chinese, english = write_report(study, "zh"), write_report(study)
+    assert chinese.html.name == "report.zh.html" and chinese.markdown.name == "report.zh.md"
+    pages = [Page(w.html.read_text(encoding="utf-8")) for w in (chinese, english)]
+    assert ("html", "lang", "zh-CN") in pages[0].attributes
+    for words in ("Results", "interval", "Warnings", "verdict", "learning rate"):
+        assert words not in " ".join(pages[0].by_tag["h2"] + pages[0].by_tag["th"] + pages[0].by_tag["text"])
+    for tag in ("td", "small"):
+        found = [sorted(re.findall(r"[+−]?\d+\.\d+", " ".join(p.by_tag[tag]))) for p in pages]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+@pytest.mark.parametrize(
+    "method", ["oelm", "a-method-with-a-very-long-name-that-nobody-would-type (gain=2.0)"]
+)
+def test_the_summary_fits_a_terminal(method, lang):
+    records = pairs(-12.3, spread=30.0) + pairs(1.0, task="tinystories", base=12345.6)
+    for record in records:
+        if record.method == "oelm" and method != "oelm":
+            record.config.method.name = method
+            record.config.method.freeze = {"q": "all"}
+    text = summary(analyse_records(records, None), lang)
+    assert max(map(cell_len, text.splitlines())) <= 80
+    assert "baseline" in text and method[:8] in text
+
+
+def test_the_command_writes_prints_and_answers_in_json(study):
+    result = CliRunner().invoke(app, ["report", str(study)])
+    assert result.exit_code == 0 and "On imdb, " in result.output
+    assert result.output.rstrip().endswith("report.html")
+    result = CliRunner().invoke(app, ["report", str(study), "--json"])
+    values = json.loads(result.stdout)
+    analysis = analyse(study)
+    assert values["comparisons"][0]["paired"]["mean"] == analysis.comparisons[0].paired.mean
+    assert values["settings"][0]["arms"][1]["test"] == analysis.groups[0].arms["oelm"].values
+    assert [claim["id"] for claim in values["claims"]] == [f"C{i}" for i in range(1, 11)]
+    assert {warning["kind"] for warning in values["warnings"]} >= {"trivial", "run"}
+
+
+def test_json_has_no_number_that_json_does_not_know():
+    records = pairs(1.0, task="tinystories")
+    records[0].results["best"]["metrics"]["perplexity"] = float("inf")
+    records[0].results["peak_memory_bytes"] = float("nan")
+    json.dumps(as_plain(analyse_records(records, None)), allow_nan=False)
+
+
+@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: None, lambda p: p.write_text("x")])
+def test_a_folder_without_runs_is_refused(tmp_path, make):
+    make(tmp_path / "empty")
+    with pytest.raises(UserError, match="empty"):
+        write_report(tmp_path / "empty")
+
+
+def test_a_folder_without_runs_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "oelm", "report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"oelm: {tmp_path} holds no run that has ended\n"
+
+
+def test_five_hundred_runs_are_reported_within_ten_seconds(tmp_path):
+    """Seconds of work, Python's start included: what other processes take meanwhile is not counted."""
+    out = make_study(
+        tmp_path / "s", ("baseline", "oelm", "oelm-random", "oelm-gaussian"),
+        ("imdb", "ag_news", "sst2", "qnli", "rte"), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 20, items=1000,
+    )  # fmt: skip
+    assert len(list(out.rglob("results.json"))) == 500
+
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = spent()
+    command = [sys.executable, "-m", "oelm", "report", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert spent() - before < 10
+    page = Page((out / "report.html").read_text(encoding="utf-8"))
+    assert "500 runs" in page.text and page.tags.count("svg") <= 20
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"), [(1.25, 1, "+1.2"), (-0.04, 1, "0.0"), (-3.0, 1, "−3.0"), (None, 1, "–")]
+)
+def test_signs(value, digits, text):
+    assert numbers.signed(value, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("lr", "text"), [(3e-4, "0.0003"), (3e-5, "3e-5"), (1e-4, "0.0001"), (0.01, "0.01"), (None, "–")]
+)
+def test_rates_are_written_as_people_write_them(lr, text):
+    assert numbers.rate(lr) == text
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(0.0004, "<0.001"), (0.0123, "0.012"), (0.65, "0.65"), (1.0, "1.00")]
+)
+def test_p_values(p, text):
+    assert numbers.p_value(p) == text
