@@ -48,9 +48,12 @@ class Packed:
 
 
 def round_up(n: int) -> int:
-    """The next of eight sizes in each doubling, at least 256: few shapes, and little waste."""
-    step = max(256, 1 << max(0, (n - 1).bit_length() - 4))
-    return -(-n // step) * step
+    """The next round size: eight in each doubling, but multiples of 256. Few shapes, and little waste."""
+    return -(-n // _step(n)) * _step(n)
+
+
+def _step(n: int) -> int:
+    return max(256, 1 << max(0, (n - 1).bit_length() - 4))
 
 
 def filled(batch: Packed, longest: int) -> Packed:
@@ -62,7 +65,7 @@ def filled(batch: Packed, longest: int) -> Packed:
     extra = round_up(tokens) - tokens
     lengths = [longest] * (extra // longest) + ([extra % longest] if extra % longest else [])
     # Room for as many added texts as a rounding can ever make, so that their number does not vary.
-    most = len(batch.ids) + -(-round_up(tokens) // (8 * longest)) + 1
+    most = len(batch.ids) + -(-_step(tokens) // longest)
     texts = -(-most // 8) * 8
     ends = np.cumsum([tokens, *lengths])[1:] if lengths else np.zeros(0)
     added = np.full(texts - len(batch.ids), tokens + extra, dtype=np.int32)
