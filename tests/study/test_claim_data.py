@@ -26,6 +26,11 @@ def test_the_published_figures_are_those_of_the_reports():
     }  # fmt: skip
     for id, parts in figures.items():
         assert {task: part.published for task, part in known[id].parts.items()} == parts
+    every = [part for claim in known.values() for part in claim.parts.values()]
+    assert {part.share for part in every if part.measure in ("points", "saving")} == {0.5}
+    assert {part.above for part in every if part.measure == "increase"} == {5.0}
+    assert all(part.above == part.published for part in every if part.measure == "kept")
+    assert all(part.at_margin for part in every if part.measure == "difference")
     assert known["C9"].frozen == {"gpt": 7.0, "bert": 12.9}
     assert known["C8"].ratio == [3.0, 5.0]
     assert list(known) == [f"C{i}" for i in range(1, 11)]
