@@ -51,9 +51,10 @@ def clause(view: View, comparison: Comparison) -> str:
         test = comparison.equivalence
         assert test is not None
         span = view.span(test.low, test.high, numbers.digits_for(test.low, test.high))
+        plain = view.amount(group, numbers.signed(paired.mean, digits))
         p = numbers.equals(test.p)
         return view.words(
-            "answer.equivalent", **names, margin=margin, diff=difference, interval=span, n=paired.n, p=p
+            "answer.equivalent", **names, margin=margin, diff=plain, interval=span, n=paired.n, p=p
         )
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1

@@ -183,7 +183,7 @@ def rates(view: View, group: Group) -> Table | None:
         row = [name_cell(view, arm.method)]
         for lr in grid:
             text = _trial(view, group, arm, lr)
-            row.append(Cell(f"{text} ✓" if arm.chosen and lr == arm.lr else text))
+            row.append(Cell(f"{text}\u00a0✓" if arm.chosen and lr == arm.lr else text))
         if len(grid) > 1:
             row += _robustness(view, group, arm)
         row.append(Cell(view.value(group, arm.area(), 1)))
