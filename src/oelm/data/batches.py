@@ -157,6 +157,11 @@ class Plan:
                 "accumulation steps; use larger batches or fewer parts"
             )
 
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a batch, on average."""
+        return float(self.batch_tokens or (self.batch_size or 1) * self.lengths.mean())
+
     def steps(self, epochs: int) -> int:
         """Steps of the first epochs together."""
         if self.batch_size is not None:

@@ -36,8 +36,7 @@ def estimate(
     Time: 6 operations per parameter and token at a third of the rate of a large matrix product here.
     """
     training = config.training
-    lengths = objective.plan("train", 1, None, None).lengths
-    per_step = training.batch_tokens or (training.batch_size or 1) * float(lengths.mean())
+    per_step = objective.plan("train", training.batch_size, training.batch_tokens, None).mean_tokens
     on_device = per_step / (state.num_processes * training.accumulate)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
