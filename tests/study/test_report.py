@@ -325,7 +325,17 @@ def test_warnings_that_differ_in_numbers_only_are_one_line():
     for place, record in enumerate(records):
         record.results["warnings"] = [f"test accuracy 0.{place + 10} is behind tfidf_logreg (0.9007)"]
     texts = [n.text for n in notices(View(analyse_records(records, None), Words("en"))) if n.kind == "run"]
-    assert texts == ["imdb: test accuracy 0.10 to 0.19 is behind tfidf_logreg (0.9007) (runs: 10)"]
+    assert texts == ["imdb: test accuracy 0.10–0.19 is behind tfidf_logreg (0.9007) (runs: 10)"]
+
+
+def test_warnings_of_runs_are_translated(study):
+    """Those of a real run, and those that others may have; a strange one stays as it was recorded."""
+    texts = [n.text for n in notices(View(analyse(study), Words("zh"))) if n.kind == "run"]
+    assert len(texts) == 6 and not any(re.search(r"\b(of|the|is|are)\b", text) for text in texts)
+    assert "imdb：test 的 25000 个样本中有 114 个也出现在 train 中（运行数：18）" in texts
+    assert Words("zh").recorded("3 rows dropped: no label") == "舍弃 3 行：no label"
+    assert Words("zh").recorded("something new happened") == "something new happened"
+    assert Words("en").recorded("3 rows dropped: no label") == "3 rows dropped: no label"
 
 
 def test_runs_at_chance_edges_and_missing_runs_are_warned_of():

@@ -7,7 +7,7 @@ from oelm.study.claims import Verdict, judge
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
-from oelm.study.report.notices import notices
+from oelm.study.report.notices import Notice, notices
 from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
 
@@ -26,7 +26,7 @@ def build(view: View, folder: str) -> Document:
         "claims": _claims(view),
         "cost": _per_group(view, tables.cost, "cost_note"),
         "raw": _raw(view),
-        "warnings": _warnings(view),
+        "warnings": _warnings(view, warned),
         "repeat": repeat(view, folder),
     }
     alert = ""
@@ -105,8 +105,7 @@ def _raw(view: View) -> list[Block]:
     return blocks
 
 
-def _warnings(view: View) -> list[Block]:
-    warned = notices(view)
+def _warnings(view: View, warned: list[Notice]) -> list[Block]:
     if not warned:
         return [Paragraph(view.words("section.none"))]
     blocks: list[Block] = []

@@ -26,7 +26,10 @@ class Notice:
 def notices(view: View) -> list[Notice]:
     """All warnings of an analysis, grouped by kind."""
     found = [
-        Notice("void", f"{view.label(c.group)}, {c.method}: {reasons(view, c)}")
+        Notice(
+            "void",
+            view.words("notice.reasons", task=view.label(c.group), method=c.method, reasons=reasons(view, c)),
+        )
         for c in view.analysis.comparisons
         if c.problems
     ]
@@ -127,15 +130,15 @@ def _of_runs(view: View) -> Iterable[str]:
             yield view.words(
                 "notice.of_runs",
                 task=view.label(group),
-                text=_joined(view, words_between, occurrences),
+                text=view.words.recorded(_joined(words_between, occurrences)),
                 count=len(occurrences),
             )
 
 
-def _joined(view: View, between: tuple[str, ...], occurrences: list[list[str]]) -> str:
+def _joined(between: tuple[str, ...], occurrences: list[list[str]]) -> str:
     """One text for warnings that differ in their numbers only: each number, or the range of it."""
     text = between[0]
     for after, values in zip(between[1:], zip(*occurrences, strict=True), strict=True):
         low, high = min(values, key=float), max(values, key=float)
-        text += (low if low == high else view.words.range(low, high)) + after
+        text += (low if low == high else f"{low}–{high}") + after
     return text
