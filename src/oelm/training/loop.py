@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from oelm.atomic import replacing
 from oelm.audit import audit
 from oelm.config import RunConfig
-from oelm.data import Plan, Store
+from oelm.data import Epoch, Plan, Store
 from oelm.errors import Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
@@ -27,7 +26,7 @@ from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
-from oelm.training.schedule import learning_rate, seed_step, set_rate
+from oelm.training.schedule import learning_rate
 from oelm.training.session import Session, Stop, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
@@ -106,11 +105,8 @@ def _run(session: Session, plan: Plan) -> None:
     for epoch, k, batches in plan.schedule(progress.step):
         if progress.step >= session.total or progress.stopped_early:
             break
-        loss, norm, tokens = _step(session, epoch, k, batches)
+        loss, norm, tokens = _step(session, batches, k)
         recent.append((loss, norm, batches.batch(k)))
-        progress.step += 1
-        progress.samples += len(batches.batch(k))
-        progress.tokens += tokens
         last = progress.step == session.total
         due = last or (
             progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
@@ -141,38 +137,14 @@ def _run(session: Session, plan: Plan) -> None:
             started = time.perf_counter()
 
 
-def _step(session: Session, epoch: int, k: int, batches: Any) -> tuple[Tensor, Tensor, int]:
-    """One optimizer step: the global batch's mean loss (on this process: its part), gradient norm, tokens."""
-    training, state = session.config.training, session.state
-    step, world = session.progress.step, state.num_processes
-    count = session.objective.count("train", batches.batch(k))
-    set_rate(session.optimizer, learning_rate(training, step, session.total))
-    summed: Tensor = torch.zeros((), device=state.device)
-    tokens = 0
-    for micro in range(training.accumulate):
-        part = micro * world + state.process_index
-        items = batches.share(k, part, world * training.accumulate)
-        batch = session.objective.batch("train", items).to(state.device)
-        tokens += batch.tokens
-        seed_step(training.seed, step, part)
-        if session.graphed is not None:
-            summed += session.graphed.backward(batch, 1 / count)
-            continue
-        with parallel.accumulating(session.model, micro == training.accumulate - 1):
-            with session.autocast():
-                loss = session.objective.loss(session.model, batch)
-            # DDP and FSDP2 average over processes; times their number that is the sum.
-            session.scaler.scale(loss * (world / count)).backward()
-        summed += loss.detach() / count
-    if session.graphed is not None:
-        return summed, session.graphed.step(), tokens
-    session.scaler.unscale_(session.optimizer)
-    trained = [p for p in session.raw.parameters() if p.grad is not None]
-    norm = parallel.norm_of(trained, training.clip)
-    session.scaler.step(session.optimizer)
-    session.scaler.update()
-    session.optimizer.zero_grad(set_to_none=True)
-    return summed, norm, tokens
+def _step(session: Session, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+    """One optimizer step, counted."""
+    progress = session.progress
+    loss, norm, tokens = session.take_step(progress.step, batches, k)
+    progress.step += 1
+    progress.samples += len(batches.batch(k))
+    progress.tokens += tokens
+    return loss, norm, tokens
 
 
 def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarray]]) -> float:

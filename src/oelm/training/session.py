@@ -7,20 +7,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from accelerate import PartialState
-from torch import Tensor, nn
 
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
 from oelm.errors import Interrupted, UserError
-from oelm.training import fast, parallel, results
+from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoints, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, environment
-from oelm.training.objective import Batch, Objective
-from oelm.training.schedule import make_optimizer, total_steps
+from oelm.training.objective import Objective
+from oelm.training.stepper import Stepper, make_stepper
 
 
 @dataclass
@@ -44,33 +42,21 @@ class Progress:
             self.warnings.append(text)
 
 
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Session(Stepper):
     """One process's part of a run, while it lasts."""
 
-    config: RunConfig
     store: Store
-    objective: Objective
     folder: RunFolder
-    state: PartialState
-    raw: Any  # the model
-    model: nn.Module  # the model as it is called: perhaps wrapped
-    optimizer: torch.optim.Optimizer
-    scaler: Any
-    autocast: Any
-    precision: str
     checkpoints: Checkpoints
     before: Fingerprint
     report: Any
-    total: int
     display: Display
     progress: Progress
-    paths: fast.Paths
     log: MetricsLog | None = None
     trackers: list[Any] = field(default_factory=list)
     step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
     stop: "Stop" = field(default_factory=lambda: Stop())
-    graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
 
     @property
     def main(self) -> bool:
@@ -90,31 +76,15 @@ def start_session(
 ) -> Session:
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
     training = config.training
-    precision, warning = parallel.resolve_precision(training.precision, state.device)
-    # Masked cuDNN attention gives NaN gradients for large scores: gpt.MASKED_KERNELS; this is for others.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    raw.to(state.device)
-    if training.gradient_checkpointing:
-        raw.gradient_checkpointing_enable({"use_reentrant": False})
-    before = fingerprint(raw)
-    total = total_steps(
-        training, objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    )
-    paths = fast.Paths(
-        padded=fast.why_padded(config, objective, raw, state.device),
-        eager=fast.why_eager(config, state.num_processes, state.device, precision),
-        compiled=fast.compile_blocks(raw, total, config, state.device),
-    )
-    objective.packed, objective.static = paths.padded is None, paths.eager is None
-    model = parallel.wrap(raw, state, training.fsdp)
-    optimizer = make_optimizer(raw, training, graphed=paths.eager is None)
+    _, warning = parallel.resolve_precision(training.precision, state.device)
+    before = fingerprint(raw.to(state.device))
+    stepper = make_stepper(config, objective, raw, state)
     checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
     progress = Progress()
-    scaler = torch.amp.GradScaler(state.device.type, enabled=precision == "fp16")
     loaded = checkpoints.load_last()
     if loaded is not None:
-        restore(loaded, raw, optimizer)
-        scaler.load_state_dict(loaded.state.pop("scaler", {}) or scaler.state_dict())
+        restore(loaded, raw, stepper.optimizer)
+        stepper.scaler.load_state_dict(loaded.state.pop("scaler", {}) or stepper.scaler.state_dict())
         progress = Progress(**loaded.state)
         audit(raw, before)
     for text in (warning, *store.warnings, *checkpoints.problems, *_habits(config)):
@@ -122,12 +92,10 @@ def start_session(
             progress.warn(text)
     label = f"{config.method.name} on {store.task}"
     session = Session(
-        config, store, objective, folder, state, raw, model, optimizer, scaler,
-        parallel.autocast_of(precision, state.device), precision, checkpoints, before, report, total,
-        Display(label, total, progress.step, show and state.is_main_process), progress, paths, stop=stop,
+        **vars(stepper), store=store, folder=folder, checkpoints=checkpoints, before=before, report=report,
+        display=Display(label, stepper.total, progress.step, show and state.is_main_process),
+        progress=progress, stop=stop,
     )  # fmt: skip
-    if paths.eager is None:
-        session.graphed = _graphed_step(session)
     if session.main:
         if loaded is not None:
             checkpoints.settle(asdict(progress))
@@ -138,24 +106,6 @@ def start_session(
         session.trackers = results.start_trackers(session)
         session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
     return session
-
-
-def _graphed_step(session: Session) -> fast.GraphedStep:
-    """The step's two halves, as they are recorded."""
-    training = session.config.training
-    parameters = [p for p in session.raw.parameters() if p.requires_grad]
-
-    def forward(batch: Batch) -> Tensor:
-        with session.autocast():
-            return session.objective.loss(session.model, batch)
-
-    def finish() -> Tensor:
-        norm = parallel.norm_of(parameters, training.clip)
-        session.optimizer.step()
-        session.optimizer.zero_grad(set_to_none=False)
-        return norm
-
-    return fast.GraphedStep(forward, finish, torch.zeros((), device=session.state.device))
 
 
 def _habits(config: RunConfig) -> Iterator[str]:

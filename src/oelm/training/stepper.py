@@ -1,0 +1,124 @@
+"""One optimizer step: what it needs, how that is made from a configuration, and the step itself.
+
+Training is many of these with a folder around them (`session.py`); a benchmark is some of them with a clock.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+
+from oelm.config import RunConfig
+from oelm.data import Epoch
+from oelm.training import fast, parallel
+from oelm.training.objective import Batch, Objective
+from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_rate, total_steps
+
+
+@dataclass(kw_only=True)
+class Stepper:
+    """A model, its optimizer and the way they are used, on one process."""
+
+    config: RunConfig
+    objective: Objective
+    state: PartialState
+    raw: Any  # the model
+    model: nn.Module  # the model as it is called: perhaps wrapped
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    autocast: Any
+    precision: str
+    paths: fast.Paths
+    total: int  # steps of the run
+    graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
+
+    def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+        """Step `number` of the run, on batch k of an epoch.
+
+        Returns the global batch's mean loss (on this process: its part), the gradients' norm, and the tokens.
+        """
+        training, state = self.config.training, self.state
+        world = state.num_processes
+        count = self.objective.count("train", batches.batch(k))
+        set_rate(self.optimizer, learning_rate(training, number, self.total))
+        summed: Tensor = torch.zeros((), device=state.device)
+        tokens = 0
+        for micro in range(training.accumulate):
+            part = micro * world + state.process_index
+            items = batches.share(k, part, world * training.accumulate)
+            batch = self.objective.batch("train", items).to(state.device)
+            tokens += batch.tokens
+            seed_step(training.seed, number, part)
+            if self.graphed is not None:
+                summed += self.graphed.backward(batch, 1 / count)
+                continue
+            with parallel.accumulating(self.model, micro == training.accumulate - 1):
+                with self.autocast():
+                    loss = self.objective.loss(self.model, batch)
+                # DDP and FSDP2 average over processes; times their number that is the sum.
+                self.scaler.scale(loss * (world / count)).backward()
+            summed += loss.detach() / count
+        if self.graphed is not None:
+            return summed, self.graphed.step(), tokens
+        self.scaler.unscale_(self.optimizer)
+        trained = [p for p in self.raw.parameters() if p.grad is not None]
+        norm = parallel.norm_of(trained, training.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return summed, norm, tokens
+
+
+def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> Stepper:
+    """Place the model, choose the fast paths it can take, wrap it, and give it an optimizer."""
+    training = config.training
+    precision, _ = parallel.resolve_precision(training.precision, state.device)
+    # Masked cuDNN attention gives NaN gradients for large scores: gpt.MASKED_KERNELS; this is for others.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    raw.to(state.device)
+    if training.gradient_checkpointing:
+        raw.gradient_checkpointing_enable({"use_reentrant": False})
+    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
+    total = total_steps(training, plan)
+    paths = fast.Paths(
+        padded=fast.why_padded(config, objective, raw, state.device),
+        eager=fast.why_eager(config, state.num_processes, state.device, precision),
+        compiled=fast.compile_blocks(raw, total, config, state.device),
+    )
+    objective.packed, objective.static = paths.padded is None, paths.eager is None
+    model = parallel.wrap(raw, state, training.fsdp)  # sharding replaces parameters: before the optimizer
+    stepper = Stepper(
+        config=config,
+        objective=objective,
+        state=state,
+        raw=raw,
+        model=model,
+        optimizer=make_optimizer(raw, training, graphed=paths.eager is None),
+        scaler=torch.amp.GradScaler(state.device.type, enabled=precision == "fp16"),
+        autocast=parallel.autocast_of(precision, state.device),
+        precision=precision,
+        paths=paths,
+        total=total,
+    )
+    if paths.eager is None:
+        stepper.graphed = _graphed_step(stepper)
+    return stepper
+
+
+def _graphed_step(stepper: Stepper) -> fast.GraphedStep:
+    """The step's two halves, as they are recorded."""
+    parameters = [p for p in stepper.raw.parameters() if p.requires_grad]
+
+    def forward(batch: Batch) -> Tensor:
+        with stepper.autocast():
+            return stepper.objective.loss(stepper.model, batch)
+
+    def finish() -> Tensor:
+        norm = parallel.norm_of(parameters, stepper.config.training.clip)
+        stepper.optimizer.step()
+        stepper.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+    return fast.GraphedStep(forward, finish, torch.zeros((), device=stepper.state.device))
