@@ -85,7 +85,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     paths = fast.Paths(
         padded=fast.why_padded(config, objective, raw, state.device),
         eager=fast.why_eager(config, state.num_processes, state.device, precision),
-        compiled=fast.compile_blocks(raw, total, config, state.device),
+        compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
     )
     objective.packed, objective.static = paths.padded is None, paths.eager is None
     model = parallel.wrap(raw, state, training.fsdp)  # sharding replaces parameters: before the optimizer
