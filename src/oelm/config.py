@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from oelm.errors import UserError
 
 T = TypeVar("T")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
@@ -68,6 +69,7 @@ class MethodConfig:
     init: str | None = None
     gain: float | str | None = None
     freeze: dict[str, str] | None = None
+    scores: str | None = None
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}

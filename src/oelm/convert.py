@@ -116,6 +116,8 @@ def apply_method(model: PreTrainedModel, method: Method, seed: int, init: str) -
     sites = find_sites(model)
     _refuse_unfit_weights(sites)
     _refuse_empty_selections(sites, method)
+    if method.scores == "constant" and model.config.model_type != OelmGPTConfig.model_type:
+        raise UserError(f"scores = 'constant' is for the reference GPT, not for {model.config.model_type}")
     new = [
         (site, kind, _new_weight(site, kind, init, method, seed))
         for site in sites
@@ -187,6 +189,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
             _replace(model, path, module.to_fused())
+    _set_scores(model, Method.scores)
     del model.config.oelm
     return model
 
@@ -279,7 +282,14 @@ def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
     for name, parameter in model.named_parameters():
         if name in wanted:
             parameter.requires_grad_(False)
+    _set_scores(model, method.scores)
     return wanted
+
+
+def _set_scores(model: PreTrainedModel, scores: str) -> None:
+    for module in model.modules():
+        if hasattr(module, "value_only"):
+            module.value_only = scores == "constant"  # type: ignore[assignment]
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:

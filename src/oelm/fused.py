@@ -43,11 +43,14 @@ def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only."""
+    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only.
+
+    With `value_only` q and k are constants for the backward pass, and their columns are not touched in it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str], *trained: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, bool], *trained: Any
     ) -> Tensor:
         # `trained` holds (weight, bias) of q, k and v in turn, None where a part does not train: the
         # values are in `weight` already, they are passed so that autograd returns gradients to them.
@@ -59,8 +62,13 @@ class _PackedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        heads, layout = ctx.pick
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        heads, layout, value_only = ctx.pick
+        grad_x = None
+        if ctx.needs_input_grad[0] and value_only:
+            v = part_view(grad.movedim(-1, 0), 2, heads, layout).reshape(-1, *grad.shape[:-1]).movedim(0, -1)
+            grad_x = v @ part_view(weight, 2, heads, layout).reshape(-1, weight.shape[1])
+        elif ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
         flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         wanted = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = [None] * len(wanted)
@@ -106,8 +114,12 @@ def packed_linear(
     heads: int,
     layout: str = "concat",
     kept: FusedWeights | None = None,
+    value_only: bool = False,
 ) -> Tensor:
-    """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product.
+
+    `value_only`: nothing flows back through q and k, whose weights must be frozen.
+    """
     if kept is not None and not torch.compiler.is_compiling():
         if x.shape[-2] == 1 and not torch.is_grad_enabled():
             return F.linear(x, *kept.get(parts, heads, layout))
@@ -115,7 +127,9 @@ def packed_linear(
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]
-    if all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors):
+    if not value_only and (
+        all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors)
+    ):
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
@@ -128,7 +142,7 @@ def packed_linear(
     trained = [
         t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
     ]
-    return _PackedProduct.apply(x, weight, bias, (heads, layout), *trained)
+    return _PackedProduct.apply(x, weight, bias, (heads, layout, value_only), *trained)
 
 
 class SplitQKV(nn.Module):

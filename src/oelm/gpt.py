@@ -47,7 +47,8 @@ from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.fused import FusedWeights, packed_linear
 from oelm.gpt_config import OelmGPTConfig
-from oelm.kernels.packed import Packing, packed_attention
+from oelm.kernels.packed import Packing, packed_attention, packed_value_only
+from oelm.kernels.value_only import value_only_attention
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
@@ -62,6 +63,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
         self.attention_dropout = config.attention_dropout
+        self.value_only = False  # set by a method whose scores are constants for the backward pass
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -78,7 +80,9 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        qkv = packed_linear(x, parts, self.num_heads, kept=self.kept)  # (B, T, 3C)
+        qkv = packed_linear(
+            x, parts, self.num_heads, kept=self.kept, value_only=self.value_only
+        )  # (B, T, 3C)
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
         )  # (B, H, T, D)
@@ -88,8 +92,12 @@ class SelfAttention(nn.Module):
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
         if packing is not None:  # one row of texts end to end
             q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (T, H, D)
-            return self.o_proj(packed_attention(q, k, v, packing).flatten(1)[None])
+            attend = packed_value_only if self.value_only else packed_attention
+            return self.o_proj(attend(q, k, v, packing).flatten(1)[None])
         dropout = self.attention_dropout if self.training else 0.0
+        if self.value_only and mask is None and cache is None and not dropout:
+            y = value_only_attention(q, k, v, causal=causal)
+            return self.o_proj(y.transpose(1, 2).flatten(2))
         with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from oelm.errors import UserError
+from oelm.gpt_sizes import PRESETS, SIZES
 
 
 class OelmGPTConfig(PreTrainedConfig):
@@ -54,27 +55,11 @@ class OelmGPTConfig(PreTrainedConfig):
             raise UserError(f"pooling must be 'last' or 'mean', not {self.pooling!r}")
 
 
-# Named sizes: (layers, d_model, heads, positions).
-_SIZES = {
-    "gpt-tiny": (2, 128, 4, 512),
-    "gpt-small": (4, 256, 4, 512),
-    "gpt-medium-512": (6, 512, 8, 512),
-    "gpt-medium-1024": (6, 512, 8, 1024),
-    "gpt-medium-2048": (6, 512, 8, 2048),
-    "gpt-large": (8, 768, 12, 512),
-    "gpt2-small": (12, 768, 12, 1024),
-    "gpt2-medium": (24, 1024, 16, 1024),
-    "gpt2-large": (36, 1280, 20, 1024),
-    "gpt2-xl": (48, 1600, 25, 1024),
-}
-PRESETS = tuple(_SIZES)
-
-
 def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
     """The configuration of a named size; keyword arguments override its fields."""
-    if preset not in _SIZES:
+    if preset not in SIZES:
         raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
-    layers, d_model, heads, positions = _SIZES[preset]
+    layers, d_model, heads, positions = SIZES[preset]
     fields = {
         "num_layers": layers,
         "d_model": d_model,

@@ -17,6 +17,7 @@ START_ROLES = ("q", "k", "ffn_in", "ffn_out")
 OWN_KINDS = ("polar",)
 # Where an "orthogonal" block comes from: drawn, or the Q factor of the weight that is there.
 INITS = ("auto", "fresh", "own")
+SCORES = ("differentiable", "constant")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Method:
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
     freeze  role -> the layers whose parameters never train: "all", or Python's way of slicing the
             layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5".
+    scores  "constant": no gradient flows through the attention scores, not even to the layers below.
+            The usual "differentiable" lets it flow, through frozen q and k too.
     """
 
     name: str = "custom"
@@ -38,6 +41,7 @@ class Method:
     init: str = "auto"
     gain: float | str = "family"
     freeze: Mapping[str, str] = field(default_factory=dict)
+    scores: str = "differentiable"
 
     def __post_init__(self) -> None:
         for name in ("start", "freeze"):
@@ -57,6 +61,9 @@ class Method:
                     f"{role} are frozen in the whole model or not at all: use 'all', not {layers!r}"
                 )
         _known(self.init, INITS, "init")
+        _known(self.scores, SCORES, "kind of scores")
+        if self.scores == "constant" and any(self.freeze.get(role) != "all" for role in HEAD_ROLES):
+            raise UserError("scores = 'constant' gives q and k no gradient: freeze both in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
             raise UserError(
                 "'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it"
@@ -69,8 +76,12 @@ class Method:
             raise UserError(f"gain must be a positive number or 'family', not {self.gain!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, the inverse of `from_dict`."""
-        return {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
+        """Plain JSON, the inverse of `from_dict`. What came later stands there only where it is used, so
+        that older records keep their identity."""
+        values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
+        if self.scores == Method.scores:
+            del values["scores"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Method":
@@ -124,6 +135,7 @@ PRESETS: dict[str, Method] = {
         Method("baseline"),
         Method("frozen", freeze=_QK),
         Method("oelm", start=_start("orthogonal", "q", "k"), freeze=_QK),
+        Method("oelm-value-only", start=_start("orthogonal", "q", "k"), freeze=_QK, scores="constant"),
         Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
         Method("random-trainable", start=_start("normal", "q", "k")),
         Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),

@@ -104,6 +104,8 @@ def test_the_order_in_which_runs_end_changes_nothing(best, seed, fails, widen):
         ([1e-4, 3e-4, 1e-3, 3e-3], "high", 1e-2),
         ([1e-4, 3e-4, 1e-3], "low", 3e-5),
         ([1e-3, 2e-3], "high", 4e-3),
+        ([1e-3, 3e-3], "low", 3e-4),
+        ([1.5e-3, 3e-3], "low", 7.5e-4),
         ([1e-3, 2e-3], "low", 5e-4),
     ],
 )

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from oelm.config import SUFFIXES
 from oelm.errors import UserError
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
 CHUNK_ROWS = 256
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 
 class Source(ABC):

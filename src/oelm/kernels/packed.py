@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oelm.kernels.value_only import value_only_attention_varlen
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # builds of torch without flash attention
@@ -31,6 +33,14 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tenso
         assert isinstance(out, Tensor)
         return out
     return portable(q, k, v, packing)
+
+
+def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """The same for scores that are constants for the backward pass."""
+    bounds, longest = packing
+    if q.is_cuda:
+        return value_only_attention_varlen(q, k, v, bounds, longest, causal=False)
+    return portable(q.detach(), k.detach(), v, packing)
 
 
 def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:

@@ -329,9 +329,11 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         rates = {record.lr for record in measured}
         lr, chosen = (rates.pop() if len(rates) == 1 else None), False
     failures = tuple(
-        Failure(method, r.lr, r.seed, str(r.results["status"]), str(r.results.get("reason", "")))
+        Failure(method, r.lr, r.seed, "failed", f"its {r.metric} is not finite")
+        if r.completed
+        else Failure(method, r.lr, r.seed, str(r.results["status"]), str(r.results.get("reason", "")))
         for r in (*trials, *measured)
-        if not r.completed
+        if (r.validation if r.choosing else r.test) is None
     )
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
     return Arm(method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials))

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 from oelm.atomic import read_json
-from oelm.data.files import SUFFIXES
-from oelm.gpt_config import PRESETS
+from oelm.config import SUFFIXES
+from oelm.gpt_sizes import PRESETS
 from oelm.study import statistics
 from oelm.study.analysis import LEVEL, Analysis, Group, find_problems, pair_runs
 from oelm.study.claim_data import (

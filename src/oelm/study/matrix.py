@@ -109,6 +109,7 @@ def grown(grid: Sequence[float], side: str) -> list[float]:
     if side == "low":
         rates = [1 / rate for rate in reversed(rates)]
     step = rates[-2] / rates[-3] if len(rates) > 2 else rates[-1] / rates[-2]
-    added = rates[-1] * step
-    new = float(f"{1 / added if side == 'low' else added:.2g}")
-    return sorted({*grid, new})
+    added = 1 / (rates[-1] * step) if side == "low" else rates[-1] * step
+    round_to = lambda rate, digits: float(f"{rate:.{digits}g}")  # noqa: E731
+    digits = 1 if all(round_to(rate, 1) == rate for rate in grid) else 2  # as round as the rates given
+    return sorted({*grid, round_to(added, digits)})

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,12 +103,17 @@ class Record:
     def validation(self) -> float | None:
         """The best evaluation on validation; None for a run that failed, or chose on another split."""
         best = self.results.get("best") or {}
-        return best["metrics"][self.metric] if self.completed and best.get("split") == "validation" else None
+        return self._score(best if best.get("split") == "validation" else None)
 
     @property
     def test(self) -> float | None:
-        measured = self.results.get("test")
-        return measured["metrics"][self.metric] if self.completed and measured else None
+        return self._score(self.results.get("test"))
+
+    def _score(self, measured: dict[str, Any] | None) -> float | None:
+        """A perplexity may be infinite: such a run has ended, but gives no number to compare."""
+        if not self.completed or not measured or not math.isfinite(measured["metrics"][self.metric]):
+            return None
+        return float(measured["metrics"][self.metric])
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:

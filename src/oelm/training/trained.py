@@ -21,7 +21,7 @@ from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
 from oelm.errors import UserError
-from oelm.gpt_config import PRESETS
+from oelm.gpt_sizes import PRESETS
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.objective import Classification, make_objective
