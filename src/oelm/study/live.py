@@ -50,12 +50,14 @@ class Live:
             print(text, file=sys.stderr, flush=True)
 
     def _summary(self, progress: Progress) -> str:
-        made = progress.done - self.first_done
-        known = progress.done + len(progress.running) + len(progress.waiting)
-        expected = known + expected_later(progress)
+        # A run may have written its results before its process has said so: it is done, not running.
+        running = [run for run in progress.running if run.cell not in run.setting.scores]
+        expected = progress.done + len(running) + len(progress.waiting) + expected_later(progress)
         text = f"{progress.done} of {expected} runs"
+        made = progress.done - self.first_done
         if made > 0:
-            left = (time.monotonic() - self.began) / made * (expected - progress.done)
+            half = len(running) / 2  # on average a running run is half done
+            left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)
             text += f", about {duration(left)} left"
         return text
 
