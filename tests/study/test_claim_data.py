@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from oelm.study import claim_cases, claim_data, claim_rates, claims
-from oelm.study.analysis import PROBLEMS
 from oelm.study.catalogue import get_experiment
+from oelm.study.comparison import PROBLEMS
 from tests.study.claim_records import MEDIUM, QK
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from oelm.study.analysis import PROBLEMS
 from oelm.study.claims import Verdict
+from oelm.study.comparison import PROBLEMS
 from tests.study.claim_records import GRID, pairs, rates_study, trials, verdict
 
 

@@ -12,8 +12,9 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
 from oelm.study import claim_data
-from oelm.study.analysis import PROBLEMS, Analysis, analyse, analyse_records
+from oelm.study.analysis import analyse, analyse_records
 from oelm.study.claims import judge
+from oelm.study.comparison import PROBLEMS, Analysis
 from oelm.study.records import Record
 from tests.study.claim_records import BERT, GRID, MEDIUM, WIGGLE, pairs, run, verdict
 

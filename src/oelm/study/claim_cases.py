@@ -12,7 +12,7 @@ from oelm.atomic import read_json
 from oelm.config import SUFFIXES
 from oelm.gpt_sizes import PRESETS
 from oelm.study import statistics
-from oelm.study.analysis import LEVEL, Analysis, Group, find_problems, pair_runs
+from oelm.study.analysis import find_problems, pair_runs
 from oelm.study.claim_data import (
     Claim,
     Interval,
@@ -27,6 +27,7 @@ from oelm.study.claim_data import (
     show_p,
     show_problems,
 )
+from oelm.study.comparison import LEVEL, Analysis, Group
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
 

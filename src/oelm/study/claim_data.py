@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from oelm.study.analysis import PROBLEMS
+from oelm.study.comparison import PROBLEMS
 
 SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
 

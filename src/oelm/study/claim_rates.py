@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from oelm.study import statistics
-from oelm.study.analysis import LEVEL, Arm, Group
 from oelm.study.claim_data import (
     NOT_DECIDED,
     REFUTED,
@@ -23,6 +22,7 @@ from oelm.study.claim_data import (
     show_p,
     show_problems,
 )
+from oelm.study.comparison import LEVEL, Arm, Group
 from oelm.study.matrix import Cell, best_rate
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot go below 5 %

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from oelm.study import statistics
-from oelm.study.analysis import LEVEL, Analysis, Group
 from oelm.study.claim_cases import (
     Case,
     architecture,
@@ -41,6 +40,7 @@ from oelm.study.claim_data import (
     show_problems,
 )
 from oelm.study.claim_rates import count_ratios, rate_ratios
+from oelm.study.comparison import LEVEL, Analysis, Group
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from oelm.atomic import write_text
 from oelm.errors import UserError
-from oelm.study.analysis import Analysis, analyse
+from oelm.study.analysis import analyse
+from oelm.study.comparison import Analysis
 from oelm.study.report.plain import as_plain
 from oelm.study.report.summary import summary
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from oelm.study.analysis import FEWEST_SEEDS, PROBLEMS, Comparison, Group
+from oelm.study.comparison import FEWEST_SEEDS, PROBLEMS, Comparison, Group
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.view import View

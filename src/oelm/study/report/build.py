@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from oelm.study.analysis import Group
 from oelm.study.claims import Verdict, judge
+from oelm.study.comparison import Group
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table

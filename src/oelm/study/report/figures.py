@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from oelm.study.analysis import Arm, Comparison, Group
+from oelm.study.comparison import Arm, Comparison, Group
 from oelm.study.report import drawing, numbers
 from oelm.study.report.document import Figures, Legend
 from oelm.study.report.drawing import BAND, FAINT, INK, LINE, PAGE, colour, draw, mark

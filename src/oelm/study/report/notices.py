@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from oelm.study.analysis import Arm, Group
+from oelm.study.comparison import Arm, Group
 from oelm.study.matrix import Cell
 from oelm.study.report import numbers
 from oelm.study.report.answer import reasons

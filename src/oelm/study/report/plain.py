@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from oelm.study.analysis import Analysis, Arm, Comparison, Group
+from oelm.study.comparison import Analysis, Arm, Comparison, Group
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View

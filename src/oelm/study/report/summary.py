@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oelm.study.analysis import Analysis, Arm, Group
+from oelm.study.comparison import Analysis, Arm, Group
 from oelm.study.report import numbers
 from oelm.study.report.answer import answer
 from oelm.study.report.view import View, bits

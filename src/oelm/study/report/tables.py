@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
-from oelm.study.analysis import Arm, Comparison, Group
 from oelm.study.catalogue import Experiment
+from oelm.study.comparison import Arm, Comparison, Group
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.document import Cell, Table
