@@ -484,3 +484,10 @@ def test_rates_are_written_as_people_write_them(lr, text):
 )
 def test_p_values(p, text):
     assert numbers.p_value(p) == text
+
+
+@pytest.mark.parametrize(("page", "lang"), [("README.md", "en"), ("README.zh-CN.md", "zh")])
+def test_the_readme_shows_what_the_records_say(page, lang):
+    """The demo's output is a record, and the page is generated from nothing else."""
+    root = Path(__file__).parents[2]
+    assert summary(analyse(root / "results" / "demo"), lang) in (root / page).read_text(encoding="utf-8")
