@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from oelm.cli import app
 from oelm.study.folder import StudyFolder
-from tests.study.studies import MATRIX, RECIPE, make_file, records, run, start
+from tests.study.studies import MATRIX, RECIPE, environment, make_file, records, run, start
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,7 @@ def unbroken(data):
     out = data.parent / "unbroken"
     code, text = run(data, out, "--seeds", "2")
     assert code == 0, text
+    (out.parent / "printed.txt").write_text(text)
     return out
 
 
@@ -44,6 +47,28 @@ def test_the_rate_is_chosen_on_validation_and_fresh_seeds_are_tested_once(unbrok
         runs = [r["results"] for name, r in measured.items() if f"/{method}/" in name]
         assert {r["lr"] for r in runs} == {best["lr"]} and sorted(r["seed"] for r in runs) == [1, 2]
         assert all("accuracy" in r["test"]["metrics"] for r in runs)
+
+
+def test_it_ends_with_a_table_an_answer_models_and_a_report(unbroken):
+    text = (unbroken.parent / "printed.txt").read_text()
+    assert "baseline" in text and "most frequent class" in text and "TF-IDF" in text
+    assert "no conclusion may be drawn" in text  # two seeds are too few
+    assert f"report   {unbroken / 'report.html'}" in text and (unbroken / "report.html").exists()
+    for line in [line for line in text.splitlines() if line.startswith("model")]:
+        assert (Path(line.split(": ")[1]) / "model.safetensors").exists()
+
+
+def test_the_demo_is_a_study(tmp_path):
+    words = ["study", "demo", "--lrs", "3e-4", "--seeds", "1", "--steps", "3", "--out", str(tmp_path / "s")]
+    done = subprocess.run(
+        [sys.executable, "-m", "oelm", *words],
+        env=environment(tmp_path / "cache"), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "movie-reviews.csv, gpt-tiny" in done.stdout
+    found = StudyFolder(tmp_path / "s").records()[0]
+    assert {record.method for record in found} == {"baseline", "oelm"}
+    assert found[0].results["references"]["tfidf_logreg"]["test"]["accuracy"] > 0.7
 
 
 def test_pairs_share_data_order_and_start(unbroken):
@@ -186,5 +211,4 @@ def test_a_run_may_take_several_processes(data, tmp_path):
         assert other["test"]["metrics"]["loss"] == pytest.approx(
             record["results"]["test"]["metrics"]["loss"], 1e-4
         )
-        environment = json.loads((two / name / "environment.json").read_text())
-        assert environment["processes"] == 2
+        assert json.loads((two / name / "environment.json").read_text())["processes"] == 2
