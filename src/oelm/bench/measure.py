@@ -1,0 +1,249 @@
+"""How anything here is timed: in windows of steps, round by round, every arm in every round.
+
+A window begins and ends with the device idle and holds the same texts for every arm, so its time says how
+many texts and tokens a second an arm gets through, whatever its batches look like inside. Arms take turns,
+every other round in reverse order, so that a machine that warms up or is disturbed does so to all of them.
+"""
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oelm.bench.load import Load
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one timed stretch took and did. Texts and tokens are real ones, padding not counted."""
+
+    seconds: float
+    steps: int
+    texts: int
+    tokens: int
+    operations: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that training holds beside the weights, counted from the tensors.
+
+    `optimizer` are the moments, which have their parameter's shape; step counters are counted apart.
+    """
+
+    gradients: int
+    optimizer: int
+    counters: int
+
+    @classmethod
+    def count(cls, gradients: int, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> "Held":
+        moments = counters = 0
+        for parameter, state in states:
+            for value in state.values():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape == parameter.shape and value.dim():
+                    moments += value.nbytes
+                else:
+                    counters += value.nbytes
+        return cls(gradients, moments, counters)
+
+
+class Arm(ABC):
+    """Something that can be run for a window of steps, again and again."""
+
+    about: str  # what it is, in words
+    model: nn.Module | None = None
+    held: Held | None = None
+    untimed = 1  # windows before the first that counts
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The first contact: compiling, tuning, the optimizer's state. Its memory peak does not count."""
+
+    @abstractmethod
+    def window(self) -> Window: ...
+
+    def close(self) -> None:  # noqa: B027  most arms have nothing to do
+        """Give back what the garbage collector cannot."""
+
+
+class StepArm(Arm):
+    """An arm that is a function of the step, called `steps` times for a window."""
+
+    def __init__(self, device: torch.device, steps: int, load: Load, operations: float) -> None:
+        self.device, self.steps, self.load, self.operations = device, steps, load, operations
+
+    @abstractmethod
+    def step(self, k: int) -> None:
+        """Step k of the window."""
+
+    def settle(self) -> None:
+        self.step(0)
+
+    def window(self) -> Window:
+        start = now(self.device)
+        for k in range(self.steps):
+            self.step(k)
+        seconds = now(self.device) - start
+        return Window(seconds, self.steps, self.load.texts, self.load.tokens, self.operations)
+
+
+class TrainingArm(StepArm):
+    """A step arm with a model and an optimizer, whose held bytes are counted at the first step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def settle(self) -> None:
+        gradients = 0
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nonlocal gradients
+            gradients = gradient_bytes(self.model)
+
+        hook = self.optimizer.register_step_pre_hook(look)
+        self.step(0)
+        hook.remove()
+        self.held = Held.count(gradients, self.optimizer.state.items())
+
+
+class Product(StepArm):
+    """Matrix products alone: the rate that shares are taken of, or the work that freezing leaves out."""
+
+    def __init__(self, about: str, factors: list[tuple[Tensor, Tensor]], steps: int) -> None:
+        operations = sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in factors)
+        super().__init__(factors[0][0].device, steps, Load(0, 0, 0), operations * steps)
+        self.about, self.factors = about, factors
+
+    def step(self, k: int) -> None:
+        for a, b in self.factors:
+            a @ b
+
+
+def square_product(device: torch.device) -> Product:
+    """The rate that shares are taken of: a product of large square matrices in the precision of training."""
+    size, dtype, steps = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return Product(f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}", [(a, b)], steps)
+
+
+def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int) -> Product:
+    """What freezing Q and K leaves out of a step: the products that give their weights' gradients."""
+    dtype, steps = (torch.bfloat16, 20) if device.type == "cuda" else (torch.float32, 3)
+
+    def factors() -> tuple[Tensor, Tensor]:
+        grad = torch.randn(tokens, 2 * d_model, device=device, dtype=dtype)
+        return grad.t(), torch.randn(tokens, d_model, device=device, dtype=dtype)
+
+    # Factors of their own for each layer: a product that finds them in a cache is not the one in a step.
+    about = f"{layers} x ({2 * d_model} x {tokens} x {d_model}), {str(dtype).removeprefix('torch.')}"
+    return Product(about, [factors() for _ in range(layers)], steps)
+
+
+@dataclass
+class Measured:
+    """All that is known about an arm; `failed` says why there is no more."""
+
+    name: str
+    about: str = ""
+    failed: str | None = None
+    windows: list[Window] = field(default_factory=list)
+    held: Held | None = None
+    peak_memory: int | None = None  # bytes above what was there before it was made; None without a GPU
+    parameters: int | None = None
+
+
+def measure(
+    makers: Mapping[str, Callable[[], Arm]],
+    rounds: int,
+    device: torch.device,
+    time_left: Callable[[], bool],
+    say: Callable[[str], None],
+) -> dict[str, Measured]:
+    """Make every arm, warm it up, then time one window of each in every round.
+
+    An arm that fails at any point says why, and the others go on without it.
+    """
+    found = {name: Measured(name) for name in makers}
+    arms: dict[str, Arm] = {}
+    for name, make in makers.items():
+        if not time_left():
+            found[name].failed = "not run: the time was up"
+            continue
+        began = time.perf_counter()
+        arm = _attempt(found[name], lambda make=make, name=name: _warmed(found[name], make, device))  # type: ignore[misc]
+        if arm is not None:
+            arms[name] = arm
+        say(f"  {name}: {found[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
+        if device.type == "cuda":  # so that the next one's memory is its own
+            _release(device)
+    for number in range(rounds):
+        if number and not time_left():
+            break
+        gc.collect()
+        for name in list(arms)[:: -1 if number % 2 else 1]:
+            window = _attempt(found[name], arms[name].window)
+            if window is None:
+                arms.pop(name).close()
+                _release(device)
+            else:
+                found[name].windows.append(window)
+    for arm in arms.values():
+        arm.close()
+    arms.clear()
+    _release(device)
+    return found
+
+
+def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -> Arm:
+    gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if gpu else 0
+    arm = make()
+    try:
+        arm.settle()
+        if gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(arm.untimed):
+            arm.window()
+    except BaseException:
+        arm.close()
+        raise
+    measured.about, measured.held = arm.about, arm.held
+    if gpu:
+        measured.peak_memory = torch.cuda.max_memory_allocated(device) - before
+    if arm.model is not None:
+        measured.parameters = sum(p.numel() for p in arm.model.parameters())
+    return arm
+
+
+def _attempt(measured: Measured, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:  # out of memory, no compiler, ...: a table with a gap is better than none
+        lines = str(error).strip().splitlines()
+        measured.failed = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:160]
+        return None
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def now(device: torch.device) -> float:
+    """The time once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)

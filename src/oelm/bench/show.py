@@ -1,0 +1,170 @@
+"""A record as tables for people, and as a chart of its ratios."""
+
+from pathlib import Path
+from typing import Any
+
+from oelm.atomic import read_json, write_text
+from oelm.errors import UserError
+
+SCHEMA = 1  # of the record
+
+WIDTH = 150  # columns, where there is no terminal to ask
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, which the colour-blind tell apart
+WORDS = {"texts_per_s": "texts/s", "tokens_per_s": "tokens/s", "step_s": "step time"}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record that `--json` has written."""
+    record = read_json(path)
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA or "cases" not in record:
+        raise UserError(f"{path} is not a record of oelm bench; such a file is written with --json")
+    return record
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """The arms, the ratios, what freezing saves and what length costs, on standard output."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    environment = record["environment"]
+    where = environment.get("gpu") or environment["cpu"]
+    versions = ", ".join(f"{name} {environment['packages'].get(name)}" for name in ("torch", "transformers"))
+    console.print(f"{where}; {versions}; commit {environment['commit'] or 'unknown'}")
+    console.print(record["command"], soft_wrap=True)
+    abouts = {(arm["name"], arm["about"]): None for case in record["cases"] for arm in case["arms"]}
+    for name, about in abouts:
+        if about:
+            console.print(f"{name}: {about}", soft_wrap=True)
+    for table in (_arms(record), _ratios(record), _savings(record), _costs(record)):
+        if table.row_count:
+            console.print()
+            console.print(table)
+
+
+def _table(title: str, left: list[str], right: list[str], last: str | None = None) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last)
+    return table
+
+
+def _arms(record: dict[str, Any]) -> Any:
+    columns = ["texts/s", "tokens/s", "ms/step", "of peak", "peak MiB", "held MiB"]
+    title = "Medians of the rounds; tokens without padding; held: gradients and optimizer state"
+    table = _table(title, ["work", "on", "arm"], columns, "note")
+    for case in record["cases"]:
+        rate = case["matmul"]["operations_per_s"]
+        place = [case["work"], case["name"]]
+        table.add_row(*place, "matmul", "", "", "", _teraflops(rate), "", "", case["matmul"]["about"])
+        for arm in case["arms"]:
+            held = None if arm["optimizer_bytes"] is None else arm["gradients_bytes"] + arm["optimizer_bytes"]
+            table.add_row(
+                "", "", arm["name"], _number(arm["texts_per_s"]), _number(arm["tokens_per_s"]),
+                _number(arm["step_s"], 1e3, 2), _percent(arm["share_of_peak"]),
+                _number(arm["peak_memory_bytes"], 2**-20), _number(held, 2**-20, 1), arm["failed"] or "",
+            )  # fmt: skip
+    return table
+
+
+def _ratios(record: dict[str, Any]) -> Any:
+    table = _table("Ratios of the medians", ["work", "on", "of / to", "in"], ["ratio", "rounds"])
+    for case in record["cases"]:
+        for found in case["ratios"]:
+            table.add_row(
+                case["work"], case["name"], f"{found['of']} / {found['to']}", WORDS[found["quantity"]],
+                f"{found['ratio']:.3f}", f"{found['low']:.3f} .. {found['high']:.3f}",
+            )  # fmt: skip
+    return table
+
+
+def _savings(record: dict[str, Any]) -> Any:
+    columns = ["saved ms", "of step", "omitted alone ms", "saved/omitted", "omitted/work", "held B", "peak B"]
+    title = "What freezing saves, beside the Q/K weight-gradient product that it omits"
+    table = _table(title, ["on", "method"], columns)
+    for case in record["cases"]:
+        for found in case.get("savings", []):
+            table.add_row(
+                case["name"], found["method"], _number(found["saved_s"], 1e3, 3),
+                _percent(found["saved_share"]), _number(found["omitted_product_s"], 1e3, 3),
+                _percent(found["saved_of_omitted"]), _percent(found["omitted_share_of_operations"]),
+                _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),
+            )  # fmt: skip
+    return table
+
+
+def _costs(record: dict[str, Any]) -> Any:
+    table = _table("A token's cost, in tokens of the shortest texts", ["model", "arm"], ["T", "cost"])
+    for cost in record["cost_of_length"]:
+        table.add_row(cost["kind"], cost["arm"], str(cost["length"]), f"{cost['cost']:.2f}")
+    return table
+
+
+def _number(value: float | None, scale: float = 1.0, digits: int = 0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _teraflops(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.3g} TFLOP/s"
+
+
+def draw_chart(record: dict[str, Any], path: Path) -> None:
+    """The ratios as bars with the rounds' spread, as SVG: rates above, step times below."""
+    import io
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = [(case, entry) for case in record["cases"] for entry in case["ratios"]]
+    rates = [pair for pair in found if pair[1]["quantity"] != "step_s"]
+    times = [pair for pair in found if pair[1]["quantity"] == "step_s"]
+    panels = [(pairs, title) for pairs, title in ((rates, _FASTER), (times, _SHORTER)) if pairs]
+    rows = [len(pairs) + 1.5 for pairs, _ in panels] or [1.0]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "oelm", "text.parse_math": False}):
+        figure = Figure(figsize=(8, 0.32 * sum(rows) + 0.5), layout="constrained")
+        axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+        for axis, (pairs, title) in zip(axes, panels, strict=False):
+            _draw_bars(axis, pairs, title)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    write_text(path, text.getvalue())
+
+
+_FASTER, _SHORTER = "times as fast as the peer", "step time, as a share of the baseline's"
+
+
+def _draw_bars(axis: Any, pairs: list[tuple[dict[str, Any], dict[str, Any]]], title: str) -> None:
+    values = [entry["ratio"] for _, entry in pairs]
+    spread = [
+        [entry["ratio"] - entry["low"] for _, entry in pairs],
+        [entry["high"] - entry["ratio"] for _, entry in pairs],
+    ]
+    works = list(dict.fromkeys(case["work"] for case, _ in pairs))
+    colours = [PALETTE[works.index(case["work"]) % len(PALETTE)] for case, _ in pairs]
+    axis.barh(range(len(pairs)), values, xerr=spread, color=colours, error_kw={"lw": 1}, height=0.7)
+    axis.set_yticks(
+        range(len(pairs)), [f"{case['name']}: {entry['of']} / {entry['to']}" for case, entry in pairs]
+    )
+    for place, (_, entry) in enumerate(pairs):
+        axis.annotate(
+            f"{entry['ratio']:.3g}", (entry["high"], place), xytext=(4, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    axis.axvline(1, color="#666", lw=0.8)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_title(title, fontsize=9.5, loc="left")
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

@@ -1,0 +1,431 @@
+"""The benchmark: what it counts is what is there, what it times is what is trained, and gaps are said."""
+
+import itertools
+import json
+import shlex
+import statistics
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from oelm.bench import cases, trainer
+from oelm.bench.cases import Settings, shape_of
+from oelm.bench.load import Load, made_lengths, made_stream, made_texts, sample_texts
+from oelm.bench.measure import Arm, Window, measure, omitted_product
+from oelm.bench.ours import Ours
+from oelm.bench.peers import CompactGPT, OriginalClassifier, language_model
+from oelm.bench.record import command_of, ratio
+from oelm.bench.trainer import HuggingFaceTrainer, gpt2_classifier
+from oelm.cli import app
+from oelm.data import open_store
+from oelm.errors import UserError
+from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.gpt_config import gpt_config
+from oelm.method import PRESETS
+from tests.training.runs import make_store
+
+CPU = torch.device("cpu")
+TINY = [
+    "--size", "gpt-tiny", "--steps", "5", "--rounds", "2", "--batch-size", "4", "--max-length", "16",
+    "--lengths", "16,32", "--tokens-per-step", "128", "--vocab-size", "300",
+]  # fmt: skip
+SMALL = gpt_config("gpt-tiny", vocab_size=128, max_position_embeddings=16, num_labels=2)
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """One run of everything at tiny size: the record, what was printed, the folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    result = bench(*TINY, "--json", str(folder / "b.json"), "--chart", str(folder / "b.svg"))
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "b.json").read_text()), result.stdout, folder
+
+
+def test_every_work_is_in_the_record_with_all_that_is_promised(
+    done: tuple[dict[str, Any], str, Path],
+) -> None:
+    record, _, _ = done
+    assert {case["work"] for case in record["cases"]} == set(cases.WORKS)
+    assert record["environment"]["packages"]["torch"]
+    assert {"commit", "cpu", "device"} <= set(record["environment"])
+    for case in record["cases"]:
+        wanted = {
+            "classification": {"ours", "hf-trainer", "original"},
+            "lm": {"ours", "hf-lm", "nanogpt"},
+            "freezing": {"baseline", "oelm", "oelm-value-only"} & set(PRESETS),
+        }.get(case["work"])
+        names = {arm["name"] for arm in case["arms"]}
+        assert wanted is None or names == wanted
+        assert case["matmul"]["operations_per_s"] > 0
+        for arm in case["arms"]:
+            assert arm["failed"] is None, arm
+            assert len(arm["windows"]) == 2
+            assert min(arm[key] for key in ("texts_per_s", "tokens_per_s", "step_s", "share_of_peak")) > 0
+            assert arm["gradients_bytes"] > 0 and arm["optimizer_bytes"] == 2 * arm["gradients_bytes"]
+            assert arm["peak_memory_bytes"] is None  # not separable on a CPU
+    assert {cost["length"] for cost in record["cost_of_length"]} == {16, 32}
+
+
+def test_medians_and_ratios_follow_from_the_windows(done: tuple[dict[str, Any], str, Path]) -> None:
+    record, printed, _ = done
+    for case in record["cases"]:
+        arms = {arm["name"]: arm for arm in case["arms"]}
+        for arm in arms.values():
+            rates = [window["tokens"] / window["seconds"] for window in arm["windows"]]
+            assert arm["tokens_per_s"] == pytest.approx(statistics.median(rates))
+            done_per_s = statistics.median(w["operations"] / w["seconds"] for w in arm["windows"])
+            assert arm["share_of_peak"] == pytest.approx(done_per_s / case["matmul"]["operations_per_s"])
+        assert len(case["ratios"]) == len(arms) - 1
+        for found in case["ratios"]:
+            of, to = (arms[found[key]][found["quantity"]] for key in ("of", "to"))
+            assert found["ratio"] == pytest.approx(of / to)
+            assert found["low"] <= found["ratio"] * (1 + 1e-12) and found["ratio"] <= found["high"] * (
+                1 + 1e-12
+            )
+            assert f"{found['ratio']:.3f}" in printed
+        for found in case.get("savings", []):
+            saved = arms["baseline"]["step_s"] - arms[found["method"]]["step_s"]
+            assert found["saved_s"] == pytest.approx(saved)
+            assert found["saved_of_omitted"] == pytest.approx(saved / found["omitted_product_s"])
+
+
+def test_a_step_of_every_arm_is_the_same_texts(done: tuple[dict[str, Any], str, Path]) -> None:
+    record, _, _ = done
+    for case in record["cases"]:
+        per_step = {
+            arm["name"]: {(w["texts"] / w["steps"], w["tokens"]) for w in arm["windows"]}
+            for arm in case["arms"]
+            if arm["name"] != "original"  # padded to the same length whatever they are: timed on some of them
+        }
+        assert len(set(map(frozenset, per_step.values()))) == 1, per_step
+
+
+def test_a_record_is_shown_again_and_drawn(done: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
+    _, printed, folder = done
+    again = bench("--read", str(folder / "b.json"), "--chart", str(tmp_path / "again.svg"))
+    assert again.exit_code == 0
+    assert again.stdout == printed
+    drawn = (folder / "b.svg").read_text()
+    assert (tmp_path / "again.svg").read_text() == drawn
+    assert ET.fromstring(drawn).tag.endswith("svg")
+    assert "ours / hf-trainer" in drawn and "oelm / baseline" in drawn
+
+
+def test_prepared_data_is_what_is_trained_on(tmp_path: Path) -> None:
+    folder = make_store(tmp_path)
+    out = tmp_path / "b.json"
+    result = bench(
+        *TINY,
+        "--work",
+        "classification",
+        "--data",
+        str(folder),
+        "--leave-out",
+        "original",
+        "--json",
+        str(out),
+    )
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads(out.read_text())["cases"]
+    store = open_store(folder)
+    assert case["name"] == store.task and case["data"] == store.fingerprint
+    assert [arm["name"] for arm in case["arms"]] == ["ours", "hf-trainer"]
+    taken = sample_texts(store, 20)
+    window = case["arms"][0]["windows"][0]
+    assert (window["texts"], window["tokens"]) == (20, int(taken["train"].lengths.sum()))
+    # The texts are the store's own, whole, with their labels.
+    whole = store["train"]
+    for i, row in enumerate(taken["train"].ids):
+        k = int(np.flatnonzero(whole.ids == row)[0])
+        mine = taken["train"].tokens[taken["train"].offsets[i] : taken["train"].offsets[i + 1]]
+        assert mine.tolist() == whole.tokens[whole.offsets[k] : whole.offsets[k + 1]].tolist()
+        assert taken["train"].labels[i] == whole.labels[k]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--work", "sleep"], "no such work"),
+        (["--leave-out", "nanoGPT"], "no such arm"),
+        (["--tokens-per-step", "16"], "less than one text of 32 tokens"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--lengths", "a,b"], "512,1024"),
+        (["--chart", "x.png"], "SVG"),
+        (["--json", "nowhere/b.json"], "no folder nowhere"),
+        (["--data", "nowhere"], "nowhere is not a prepared data set"),
+        (["--vocab-size", "2"], "at least 3 tokens"),
+        (["--read", __file__], "cannot be read"),
+    ],
+)
+def test_a_users_mistake_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    result = bench(*TINY, *arguments)
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+# ---- what is counted
+
+
+def operations_of(model: Any, **inputs: Any) -> int:
+    """Every product of a step, as PyTorch counts them; SDPA in its plain form, which is products too."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(**inputs).loss.backward()
+    return counter.get_total_flops()
+
+
+def test_the_classifiers_operations_are_those_torch_counts() -> None:
+    texts, length = 3, 8
+    ids = torch.randint(1, 128, (texts, length))
+    model = OelmGPTForSequenceClassification(SMALL).train()
+    counted = operations_of(model, input_ids=ids, labels=torch.zeros(texts, dtype=torch.long))
+    load = Load.of([length] * texts)
+    assert load.operations(SMALL, "classification", causal=False) == counted
+
+
+def test_the_language_models_operations_are_those_torch_counts_with_attention_halved() -> None:
+    texts, length = 3, 8
+    ids = torch.randint(1, 128, (texts, length))
+    model = OelmGPTForCausalLM(SMALL).train()
+    counted = operations_of(model, input_ids=ids, shift_labels=ids, skip_logits=False)
+    attention = 12 * SMALL.num_layers * SMALL.d_model * texts * length**2
+    load = Load.of([length] * texts)
+    assert load.operations(SMALL, "lm", causal=True) == counted - attention / 2
+
+
+def test_operations_by_hand() -> None:
+    """Two texts of 3 and 5 tokens, gpt-tiny: 2 layers of width 128, 12 x 128^2 weights each."""
+    blocks = 2 * 12 * 128 * 128
+    head = 2 * 128 * 2  # two labels, once per text
+    attention = 12 * 2 * 128 * (3 * 3 + 5 * 5)
+    assert Load.of([3, 5]).operations(SMALL, "classification", causal=False) == (
+        6 * (blocks * 8 + head) + attention
+    )
+
+
+def test_the_omitted_product_is_the_weight_gradient_of_two_projections() -> None:
+    """Against torch's count of a backward pass with and without Q/K's weights."""
+    ids = torch.randint(1, 128, (2, 8))
+    counts = {}
+    for method in ("baseline", "oelm"):
+        arm = Ours(made_texts("t", [8, 8], 128, 16), "gpt-tiny", method, 2, 16)
+        counts[method] = operations_of(arm.model, input_ids=ids, labels=torch.tensor([0, 1]))
+    product = omitted_product(CPU, layers=2, d_model=128, tokens=16)
+    assert counts["baseline"] - counts["oelm"] == product.operations / product.steps
+
+
+def test_gradients_and_optimizer_state_of_medium_512_differ_by_exactly_the_frozen_projections() -> None:
+    """6 layers x 2 projections x 512^2 weights, with a gradient and two moments of 4 bytes each."""
+    held = {}
+    for method in ("baseline", "oelm"):
+        arm = Ours(made_texts("t", [4, 4], 50257, 512), "gpt-medium-512", method, 2, 512)
+        arm.settle()
+        assert arm.held is not None
+        held[method] = arm.held
+        assert arm.held.optimizer == 2 * arm.held.gradients
+    saved = [
+        held["baseline"].gradients - held["oelm"].gradients,
+        held["baseline"].optimizer - held["oelm"].optimizer,
+    ]
+    assert saved == [12_582_912, 25_165_824]
+    assert sum(saved) == 37_748_736 == 3_145_728 * 12
+    assert held["baseline"].counters - held["oelm"].counters == 12 * 4  # a step count for each matrix
+
+
+# ---- the peers are what they are said to be
+
+
+def parameters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_peers_have_our_parameters_but_for_the_biases_of_their_attention() -> None:
+    """GPT-2's attention has four biases of width d a layer, ours none; its classifier has no bias, ours has.
+    nanoGPT's vocabulary is padded. The original recipe's model has exactly ours."""
+    config = gpt_config("gpt-tiny", vocab_size=300, num_labels=3)
+    biases = config.num_layers * 4 * config.d_model
+    classifier = parameters(OelmGPTForSequenceClassification(config))
+    assert parameters(OriginalClassifier(config)) == classifier
+    assert parameters(gpt2_classifier(config, 0)) == classifier + biases - 3
+    language = parameters(OelmGPTForCausalLM(config))
+    assert parameters(language_model(config, "hf")) == language + biases
+    assert parameters(CompactGPT(config)) == language + (320 - 300) * config.d_model
+
+
+def test_the_original_recipe_computes_the_reference_architecture() -> None:
+    torch.manual_seed(0)
+    ours, plain = OelmGPTForSequenceClassification(SMALL).eval(), OriginalClassifier(SMALL).eval()
+    copy_weights(ours.transformer, plain)
+    plain.classifier.load_state_dict(ours.classifier.state_dict())
+    ids, mask = torch.randint(1, 128, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids, mask), ours(ids, mask).logits, rtol=0, atol=1e-5)
+
+
+def test_the_nanogpt_style_model_computes_the_reference_architecture() -> None:
+    torch.manual_seed(0)
+    ours, compact = OelmGPTForCausalLM(SMALL).eval(), CompactGPT(SMALL).eval()
+    copy_weights(ours.transformer, compact)
+    ids = torch.randint(1, 128, (2, 10))
+    with torch.no_grad():
+        targets = ids[:, 1:].contiguous()
+        expected = ours(ids[:, :-1], shift_labels=targets).loss
+        torch.testing.assert_close(compact(ids[:, :-1], targets), expected)
+
+
+def copy_weights(ours: Any, plain: Any) -> None:
+    plain.tokens.load_state_dict(ours.wte.state_dict())
+    plain.positions.load_state_dict(ours.wpe.state_dict())
+    plain.norm.load_state_dict(ours.ln_f.state_dict())
+    for theirs, mine in zip(plain.blocks, ours.h, strict=True):
+        attention = mine.attn
+        if hasattr(theirs, "qkv"):
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            theirs.qkv.weight.data = torch.cat([part.weight.data for part in parts])
+            pairs = [(theirs.out, attention.o_proj)]
+        else:
+            pairs = [(getattr(theirs, name), getattr(attention, f"{name}_proj")) for name in "qkvo"]
+        pairs += [(theirs.norm_1, mine.ln_1), (theirs.norm_2, mine.ln_2)]
+        for module, source in [*pairs, (theirs.wide, mine.mlp.fc_in), (theirs.narrow, mine.mlp.fc_out)]:
+            module.load_state_dict(source.state_dict())
+
+
+def test_a_window_of_the_trainer_is_every_text_once_in_batches_of_similar_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = made_texts("t", made_lengths("reviews", 64, 64), 300, 64)
+    arm = HuggingFaceTrainer(store, shape_of("gpt-tiny", store, 64), 4, CPU, compiled=False)
+    try:
+        arm.settle()
+        seen: list[int] = []
+        monkeypatch.setattr(trainer.Texts, "__getitem__", noted(trainer.Texts.__getitem__, seen))
+        window = arm.window()
+        assert (window.steps, window.texts) == (16, 64)
+        assert window.tokens == int(store["train"].lengths.sum())
+        assert sorted(seen) == list(range(64))
+        lengths = store["train"].lengths[seen].reshape(16, 4)
+        shuffled = np.random.default_rng(0).permutation(lengths.ravel()).reshape(16, 4)
+        assert np.ptp(lengths, axis=1).mean() < 0.7 * np.ptp(shuffled, axis=1).mean()
+    finally:
+        arm.close()
+    assert arm.thread is not None and not arm.thread.is_alive()
+
+
+def noted(original: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    def call(self: Any, i: int) -> Any:
+        seen.append(i)
+        return original(self, i)
+
+    return call
+
+
+def test_our_arm_takes_training_steps() -> None:
+    store = made_stream(64, 300, 16)
+    arm = Ours(store, "gpt-tiny", "oelm", 2, 16)
+    before = {name: value.clone() for name, value in arm.model.state_dict().items()}
+    arm.window()
+    moved = {name for name, value in arm.model.state_dict().items() if not torch.equal(value, before[name])}
+    frozen = {name for name in before if "q_proj" in name or "k_proj" in name}
+    assert arm.taken == 2 and moved == set(before) - frozen
+
+
+# ---- the harness
+
+
+class Scripted(Arm):
+    """An arm whose windows take as long as it says, or fail."""
+
+    about = "scripted"
+
+    def __init__(self, name: str, log: list[str], seconds: list[float], fails_at: int | None = None) -> None:
+        self.name, self.log, self.seconds, self.fails_at = name, log, iter(seconds), fails_at
+        self.count = itertools.count()
+
+    def settle(self) -> None:
+        self.log.append(f"{self.name} settles")
+
+    def window(self) -> Window:
+        self.log.append(self.name)
+        if next(self.count) == self.fails_at:
+            raise RuntimeError("no memory\nleft")
+        return Window(next(self.seconds), 1, 1, 1, 1.0)
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closes")
+
+
+def run_scripted(rounds: int, log: list[str], time_left: Callable[[], bool] = lambda: True) -> Any:
+    def broken() -> Arm:
+        raise ImportError("no compiler")
+
+    makers = {
+        "a": lambda: Scripted("a", log, [1.0] * 9),
+        "broken": broken,
+        "b": lambda: Scripted("b", log, [2.0] * 9),
+        "late": lambda: Scripted("late", log, [3.0] * 9, fails_at=2),
+    }
+    return measure(makers, rounds, CPU, time_left, lambda text: None)
+
+
+def test_arms_take_turns_in_alternating_order_after_their_warm_up() -> None:
+    log: list[str] = []
+    run_scripted(3, log)
+    warm = [f"{name} {word}".strip() for name in ("a", "b", "late") for word in ("settles", "")]
+    assert log[:6] == warm
+    assert log[6:12] == ["a", "b", "late", "late", "late closes", "b"]
+    assert log[12:] == ["a", "a", "b", "a closes", "b closes"]
+
+
+def test_a_failing_arm_says_why_and_the_others_go_on() -> None:
+    found = run_scripted(3, [])
+    assert found["broken"].failed == "ImportError: no compiler" and not found["broken"].windows
+    assert found["late"].failed == "RuntimeError: no memory" and len(found["late"].windows) == 1
+    for name in ("a", "b"):
+        assert found[name].failed is None and len(found[name].windows) == 3
+    # The rounds that both have are compared.
+    assert ratio(found["late"].windows, found["a"].windows, "step_s")["rounds"] == [3.0]
+
+
+def test_nothing_is_begun_once_the_time_is_up() -> None:
+    log: list[str] = []
+    answers = iter([True, True, True, False, False])
+    found = run_scripted(3, log, lambda: next(answers))
+    assert "late settles" not in log
+    assert found["late"].failed == "not run: the time was up"
+    assert len(found["a"].windows) == 1  # the first round is always made
+
+
+def test_the_command_in_the_record_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        work=("lm",), size="gpt-tiny", data=("a b",), lengths=(512, 1024), leave_out=("hf-lm",),
+        compile=False, stop_after=90.0,
+    )  # fmt: skip
+    asked: list[Settings] = []
+
+    def instead(found: Settings, *_: Any) -> dict[str, Any]:
+        asked.append(found)
+        raise UserError("enough")
+
+    monkeypatch.setattr("oelm.bench.run.run_bench", instead)
+    bench(*shlex.split(command_of(settings))[2:])
+    assert asked == [settings]
+
+
+def test_made_lengths_are_those_of_reviews_and_of_sentence_pairs() -> None:
+    """Sixteen reviews had 4,734 tokens and sixteen pairs 608, cut at 512."""
+    for kind, mean in (("reviews", 4734 / 16), ("pairs", 608 / 16)):
+        lengths = made_lengths(kind, 20000, 512)
+        assert lengths.max() <= 512
+        assert lengths.mean() == pytest.approx(mean, rel=0.05)
