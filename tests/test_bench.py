@@ -98,6 +98,7 @@ def test_medians_and_ratios_follow_from_the_windows(done: tuple[dict[str, Any], 
         for found in case.get("savings", []):
             saved = arms["baseline"]["step_s"] - arms[found["method"]]["step_s"]
             assert found["saved_s"] == pytest.approx(saved)
+            assert statistics.median(found["saved_s_rounds"]) == pytest.approx(saved)
             assert found["saved_of_omitted"] == pytest.approx(saved / found["omitted_product_s"])
 
 
@@ -306,6 +307,7 @@ def test_a_window_of_the_trainer_is_every_text_once_in_batches_of_similar_length
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = made_texts("t", made_lengths("reviews", 64, 64), 300, 64)
+    store.tokenizer().pad_token = None  # as GPT-2's has none
     arm = HuggingFaceTrainer(store, shape_of("gpt-tiny", store, 64), 4, CPU, compiled=False)
     try:
         arm.settle()
@@ -364,6 +366,27 @@ class Scripted(Arm):
 
     def close(self) -> None:
         self.log.append(f"{self.name} closes")
+
+
+def test_only_ours_keeps_off_cudnns_attention() -> None:
+    """A switch of the whole process: each arm must find it as it is for those who use it."""
+    seen: dict[str, set[bool]] = {"a": set(), "b": set()}
+
+    class Looking(Scripted):
+        def window(self) -> Window:
+            seen[self.name].add(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().window()
+
+    class OursLooking(Looking):
+        cudnn_attention = Ours.cudnn_attention
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        makers = {"a": lambda: Looking("a", [], [1.0] * 9), "b": lambda: OursLooking("b", [], [1.0] * 9)}
+        measure(makers, 3, CPU, lambda: True, lambda text: None)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert seen == {"a": {True}, "b": {False}}
 
 
 def run_scripted(rounds: int, log: list[str], time_left: Callable[[], bool] = lambda: True) -> Any:

@@ -9,9 +9,16 @@ import typer
 from oelm.cli_run import seconds_of
 from oelm.errors import UserError
 
-# What a laptop's two cores get through in a minute or two, and what a large GPU needs to be busy.
-ON_CPU: dict[str, Any] = {"tokens_per_step": 4096, "steps": 10, "rounds": 3, "lengths": "128,256,512"}
+# What a laptop's two cores get through in some minutes, and what a large GPU needs to be busy.
+ON_CPU: dict[str, Any] = {
+    "max_length": 128,
+    "tokens_per_step": 1024,
+    "steps": 10,
+    "rounds": 3,
+    "lengths": "64,128,256",
+}
 ON_GPU: dict[str, Any] = {
+    "max_length": 512,
     "tokens_per_step": 65536,
     "steps": 100,
     "rounds": 5,
@@ -31,7 +38,9 @@ def bench(
         int | None, typer.Option(help="Steps of a window; of large steps a fifth as many.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Windows of each arm, in turns.")] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens of a window and of made texts, at most.")] = 512,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a window and of made texts, at most.")
+    ] = None,
     lengths: Annotated[str | None, typer.Option(help="Text lengths of --work lengths, with commas.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Of made texts, where no data is given.")] = 50257,
     leave_out: Annotated[str | None, typer.Option(help="Arms not to run, with commas.")] = None,
@@ -84,7 +93,7 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
         tokens_per_step=found["tokens_per_step"],
         steps=found["steps"],
         rounds=found["rounds"],
-        max_length=given["max_length"],
+        max_length=found["max_length"],
         lengths=_numbers("--lengths", found["lengths"]),
         vocab_size=given["vocab_size"],
         leave_out=tuple(_parts(given["leave_out"] or "")),

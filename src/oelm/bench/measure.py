@@ -61,6 +61,7 @@ class Arm(ABC):
     model: nn.Module | None = None
     held: Held | None = None
     untimed = 1  # windows before the first that counts
+    cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as it does unless told not to
 
     @abstractmethod
     def settle(self) -> None:
@@ -188,6 +189,7 @@ def measure(
             break
         gc.collect()
         for name in list(arms)[:: -1 if number % 2 else 1]:
+            torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             window = _attempt(found[name], arms[name].window)
             if window is None:
                 arms.pop(name).close()
@@ -206,6 +208,7 @@ def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -
     before = torch.cuda.memory_allocated(device) if gpu else 0
     arm = make()
     try:
+        torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
         arm.settle()
         if gpu:
             torch.cuda.synchronize(device)

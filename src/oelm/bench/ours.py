@@ -15,6 +15,8 @@ LONG, SHORT = 10**9, 10**3  # steps: a run that earns compiling back, and one th
 class Ours(TrainingArm):
     """One method on the texts of a store. `run_steps` is how long the run claims to be."""
 
+    cudnn_attention = False  # training keeps off it: see `make_stepper`
+
     def __init__(
         self, store: Store, size: str, method: str, batch_size: int, length: int, run_steps: int = LONG
     ) -> None:

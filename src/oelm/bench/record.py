@@ -102,6 +102,7 @@ def _savings(
             {
                 "method": name,
                 "saved_s": time_saved,
+                "saved_s_rounds": _differences(base.windows, arm.windows),
                 "saved_share": time_saved / rates["baseline"]["step_s"],
                 "omitted_product_s": alone,
                 "omitted_product_about": found[OMITTED].about,
@@ -114,6 +115,11 @@ def _savings(
             }
         )
     return saved
+
+
+def _differences(base: list[Window], other: list[Window]) -> list[float]:
+    pairs = zip(base, other, strict=False)
+    return [RATES["step_s"](before) - RATES["step_s"](after) for before, after in pairs]
 
 
 def _held(arm: Measured) -> int:

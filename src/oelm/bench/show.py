@@ -86,13 +86,23 @@ def _ratios(record: dict[str, Any]) -> Any:
 
 
 def _savings(record: dict[str, Any]) -> Any:
-    columns = ["saved ms", "of step", "omitted alone ms", "saved/omitted", "omitted/work", "held B", "peak B"]
+    columns = [
+        "saved ms",
+        "rounds",
+        "of step",
+        "omitted alone ms",
+        "saved/omitted",
+        "omitted/work",
+        "held B",
+        "peak B",
+    ]
     title = "What freezing saves, beside the Q/K weight-gradient product that it omits"
     table = _table(title, ["on", "method"], columns)
     for case in record["cases"]:
         for found in case.get("savings", []):
             table.add_row(
                 case["name"], found["method"], _number(found["saved_s"], 1e3, 3),
+                " .. ".join(_number(end(found["saved_s_rounds"]), 1e3, 3) for end in (min, max)),
                 _percent(found["saved_share"]), _number(found["omitted_product_s"], 1e3, 3),
                 _percent(found["saved_of_omitted"]), _percent(found["omitted_share_of_operations"]),
                 _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),

@@ -29,6 +29,7 @@ from oelm.data import Store
 from oelm.gpt_config import OelmGPTConfig
 
 WORKERS = 4  # that assemble batches beside a GPU; without one they would take its time
+PATIENCE = 300  # seconds for a window, compiling included, before the arm is given up
 
 
 class Texts(Dataset[dict[str, Any]]):
@@ -82,6 +83,8 @@ class HuggingFaceTrainer(Arm):
             disable_tqdm=True, logging_nan_inf_filter=False, **precision, **grouped_by_length(),
         )  # fmt: skip
         tokenizer = store.tokenizer()
+        if tokenizer.pad_token is None:  # GPT-2's has none; the usual stand-in is the one the store names
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(store.pad_id)
         self.trainer = Trainer(
             model=self.model,
             args=arguments,
@@ -104,7 +107,10 @@ class HuggingFaceTrainer(Arm):
 
     def window(self) -> Window:
         self.wanted.put(True)
-        answer = self.answers.get()
+        try:
+            answer = self.answers.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise TimeoutError(f"no answer from the Trainer within {PATIENCE} s") from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -112,7 +118,7 @@ class HuggingFaceTrainer(Arm):
     def close(self) -> None:
         if self.thread is not None and self.thread.is_alive():
             self.wanted.put(False)
-            self.thread.join()
+            self.thread.join(timeout=10)
         self.folder.cleanup()
 
     def _train(self) -> None:
