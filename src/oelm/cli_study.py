@@ -58,10 +58,12 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.folder import StudyFolder
+    from oelm.study.report.words import Words
 
     given = locals()
+    Words(lang)  # a language that does not exist must not cost a study
     found = resolve_study(name, out, given, set_ or [])
-    folder = out or Path("studies") / (Path(name).stem if name else "study")
+    folder = out or Path("studies") / Path(name or data or (task or "study").replace(",", "-")).stem
     StudyFolder(folder).check(found)  # before anything is imported or prepared
     if dry_run:
         typer.echo(describe(found))
@@ -158,6 +160,7 @@ def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
     folder = StudyFolder(out)
     with folder.opened(study):
         settings = prepare_settings(study, show=True)
+        folder.save(study)
         for source in sources:
             came, refused = folder.bring_in(source, settings)
             typer.echo(f"{source}: {came} records imported")

@@ -148,6 +148,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         value_only_attention_varlen(q[0], k[0], v[0], cu_seqlens.long(), 4, causal=False)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_tritons_interpreter() -> None:
     """Triton decides at import whether to interpret, so these run in a process of their own."""
     if importlib.util.find_spec("triton") is None:

@@ -3,9 +3,11 @@
 import json
 import re
 import resource
+import shutil
 import string
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from typer.testing import CliRunner
 from oelm.cli import app
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
+from oelm.study.folder import StudyFolder
+from oelm.study.records import find_records
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
@@ -297,11 +301,10 @@ def test_every_kind_of_warning_is_told_once(tmp_path):
     for path in (out / "runs").rglob("environment.json"):
         record = json.loads(path.read_text())
         path.write_text(json.dumps(record | {"commit": "abc" if "choice" in str(path) else "def"}))
-    for lr, seed in ((1e-3, 1001), (3e-3, 1001)):
-        copy_run(
-            out / "runs" / f"f{lr}", "oelm", "imdb", lr, seed, 0.8, test=False,
-            results={"status": "failed", "reason": "the loss is not finite"},
-        )  # fmt: skip
+    for record in list(find_records(out / "runs")):
+        if record.method == "oelm" and record.choosing and record.lr in (1e-3, 3e-3):
+            failed = {"status": "failed", "reason": "the loss is not finite"}
+            (record.folder / "results.json").write_text(json.dumps(record.results | failed))
     settle(out)
     copy_run(out / "runs" / "other", "oelm", "another", 3e-4, 1, 0.8)
     found = {}
@@ -312,13 +315,35 @@ def test_every_kind_of_warning_is_told_once(tmp_path):
         for t in found["failed"]
     )
     assert found["trivial"] == ["imdb, baseline, oelm: the mean is behind TF-IDF + logistic regression"]
-    assert "the runs do not share one commit: HEAD+changes, abc, def" in found["mixture"]
+    assert "the runs do not share one commit: abc, def" in found["mixture"]
     assert any(text.startswith("1 records in the folder were left out") for text in found["mixture"])
     assert any(
         text.startswith("imdb: 114 of 25000 items of test stand in train too (runs: ")
         for text in found["run"]
     )
     assert len(found["run"]) == len(set(found["run"])) == 6  # each warning of the real run, once
+
+
+def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
+    out = make_study(tmp_path / "s")
+    settle(out)
+    before = analyse(out)
+    runs = sorted(path.parent for path in (out / "runs").rglob("results.json"))
+    shutil.copytree(runs[-1], runs[-1].with_name("copy"))
+    shutil.copytree(runs[-1], runs[-1].with_name(".half.part"))
+    shutil.copytree(runs[-1], runs[-1].with_name("torn"))
+    (runs[-1].with_name("torn") / "results.json").write_text('{"status": "comp')
+    with (runs[-1] / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step')
+    (runs[-1] / "predictions.npz").write_bytes(b"PK nothing of the kind")
+    study = StudyFolder(out).read()
+    StudyFolder(out).save(replace(study, table=replace(study.table, margin=10.0)))
+    after = analyse(out)
+    assert [c.differences for c in after.comparisons] == [c.differences for c in before.comparisons]
+    assert after.copies == 1 and len(after.damaged) == 1
+    texts = [notice.text for notice in notices(View(after, Words("en")))]
+    assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
+    assert any("1 copies" in text for text in texts) and any("passed over" in text for text in texts)
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():
@@ -345,7 +370,9 @@ def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
     records = [*edge, run("baseline", 1, 0.5, lr=3e-5, results={"at_chance": True}), run("oelm", 1, 0.8)]
     analysis = analyse_records(records, make_widening(tried))
     kinds = {n.kind: n.text for n in notices(View(analysis, Words("en")))}
-    assert kinds["chance"] == "imdb, baseline: seeds 1 learned no more than the most frequent class"
+    assert (
+        kinds["chance"] == "imdb, baseline: seeds 1 cannot be told from the most frequent class on validation"
+    )
     assert "baseline: the best rate (3e-5) is at the edge of the grid" in kinds["rate"]
     assert kinds["unfinished"] == "imdb: 8 runs of the study have not ended; the numbers will change"
 

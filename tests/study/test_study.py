@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -134,6 +135,41 @@ def test_a_folder_with_other_things_is_left_alone(data, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     code, text = run(data, tmp_path)
     assert code == 2 and "not a study" in text and [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_a_mistake_does_not_spoil_the_folder(data, tmp_path):
+    code, text = run(data, tmp_path / "s", "--train-size", "100000")
+    assert code == 2 and "Traceback" not in text and not (tmp_path / "s").exists()
+    code, text = run(data, tmp_path / "s", "--lang", "xx")
+    assert code == 2 and "xx" in text
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_dies_is_made_again(data, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = ("--seeds", "1", "--set", "training.steps=60")
+    assert run(data, whole, *more)[0] == 0
+    process = start(data, broken, *more)
+    assert _wait_for_progress(process, broken, extra=0.2)
+    for worker in psutil.Process(process.pid).children():
+        worker.kill()
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "trying again" in text and "FAILED" not in text
+    assert records(broken) == records(whole)
+
+
+@pytest.mark.slow
+def test_a_damaged_record_is_made_again(data, tmp_path):
+    out = tmp_path / "s"
+    assert run(data, out, "--seeds", "1", "--lrs", "1e-3")[0] == 0
+    before = records(out)
+    victim = next(iter((out / "runs").rglob("results.json")))
+    victim.write_text("{")
+    code, text = run(data, out, "--seeds", "1", "--lrs", "1e-3")
+    assert code == 0 and "made again" in text
+    assert {name: r["results"] for name, r in records(out).items()} == {
+        name: r["results"] for name, r in before.items()
+    }
 
 
 @pytest.mark.slow

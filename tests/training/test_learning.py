@@ -31,7 +31,7 @@ def run(task, out, data_dir, cache, *, train_size=None, max_length=64, tokenizer
     [
         ("sst2", 20_000, 400, 2e-3, 0.65),
         ("ag_news", 8_000, 250, 2e-3, 0.70),
-        ("snli", 30_000, 700, 1e-3, 0.46),
+        pytest.param("snli", 30_000, 700, 1e-3, 0.46, marks=pytest.mark.slow),
     ],
 )
 def test_classification_beats_the_majority_class_by_far(

@@ -32,25 +32,32 @@ from oelm.study.records import Record, find_records
 
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below."""
+    damaged: list[str] = []
     if (folder / "study.toml").is_file():
         study_folder = StudyFolder(folder)
         study: Study | None = study_folder.read()
-        records, left_out = study_folder.records()
+        records, left_out = study_folder.records(damaged)
+        changes = study_folder.changes()
     elif folder.is_dir():
-        study, left_out = None, 0
-        records = list(find_records(folder))
+        study, left_out, changes = None, 0, []
+        records = list(find_records(folder, damaged))
     else:
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(
+            f"{folder} is a file, not a folder" if folder.exists() else f"{folder}: no such folder"
+        )
     if not records:
-        raise UserError(f"{folder} holds no run that has ended")
-    return analyse_records(records, study, left_out, folder.resolve().name)
+        why = f": {damaged[0]}" if damaged else ""
+        raise UserError(f"{folder} holds no run that has ended{why}")
+    found = analyse_records(records, study, left_out, folder.resolve().name)
+    return replace(found, damaged=damaged, changes=changes)
 
 
 def analyse_records(
     records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
 ) -> Analysis:
+    unique = {record.identity.key: record for record in reversed(records)}  # of copies, the first
     by_setting: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
+    for record in reversed(unique.values()):
         by_setting[record.identity.setting].append(record)
     groups = [_group(setting, runs, study) for setting, runs in by_setting.items()]
     groups.sort(key=lambda group: (group.task, group.model, group.setting))
@@ -61,13 +68,31 @@ def analyse_records(
         for method in group.arms
         if method != group.reference
     ]
-    # One family: every comparison of the study, named by its matrix before it was run.
-    adjusted = statistics.holm([c.paired.p if c.paired and not c.problems else None for c in comparisons])
-    comparisons = [replace(c, p_holm=p) for c, p in zip(comparisons, adjusted, strict=True)]
+    used = {id(record) for group in groups for record in group.records}
+    tested = [record for record in unique.values() if record.test is not None]
     return Analysis(
-        study.title if study and study.title else title,
-        study, groups, comparisons, _across(comparisons), left_out, _mixtures(records),
-    )  # fmt: skip
+        title=study.title if study and study.title else title,
+        study=study,
+        groups=groups,
+        comparisons=_corrected(comparisons),
+        across=_across(comparisons),
+        left_out=left_out,
+        copies=len(records) - len(unique),
+        unused=len([record for record in tested if id(record) not in used]),
+        mixtures=_mixtures(records),
+    )
+
+
+def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
+    """Holm over one family: every comparison of the study, named by its matrix before it was run.
+
+    One that nothing may be concluded from counts as if it had failed, so that no fault in the data makes
+    the others look better.
+    """
+    may = [c.paired is not None and c.paired.p is not None and not c.problems for c in comparisons]
+    p_values = [c.paired.p if ok and c.paired else 1.0 for c, ok in zip(comparisons, may, strict=True)]
+    adjusted = statistics.holm(p_values)
+    return [replace(c, p_holm=p if ok else None) for c, p, ok in zip(comparisons, adjusted, may, strict=True)]
 
 
 def _group(setting: str, records: list[Record], study: Study | None) -> Group:

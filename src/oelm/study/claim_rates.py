@@ -23,7 +23,7 @@ from oelm.study.claim_data import (
     show_problems,
 )
 from oelm.study.comparison import LEVEL, Arm, Group
-from oelm.study.matrix import Cell, best_rate
+from oelm.study.matrix import Cell, Scores, best_rate
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot go below 5 %
 
@@ -66,11 +66,21 @@ def _by_seed(group: Group, ours: Arm, theirs: Arm, grid: Sequence[float]) -> lis
     ratios = []
     for seed in sorted({cell.seed for cell in scores}):
         if all(Cell(arm.method, lr, seed, True) in scores for arm in (ours, theirs) for lr in grid):
-            high = best_rate(ours.method, grid, [seed], scores, group.larger_is_better)
-            low = best_rate(theirs.method, grid, [seed], scores, group.larger_is_better)
-            if high is not None and low is not None:  # None: all runs failed
+            high = _only_best(ours.method, grid, seed, scores, group.larger_is_better)
+            low = _only_best(theirs.method, grid, seed, scores, group.larger_is_better)
+            if high is not None and low is not None:
                 ratios.append(high / low)
     return ratios
+
+
+def _only_best(method: str, grid: Sequence[float], seed: int, scores: Scores, larger: bool) -> float | None:
+    """The best rate of a seed; None where all failed, or several are equally good: which is then chance."""
+    best = best_rate(method, grid, [seed], scores, larger)
+    if best is None:
+        return None
+    top = scores[Cell(method, best, seed, True)]
+    tied = [lr for lr in grid if scores[Cell(method, lr, seed, True)] == top]
+    return best if len(tied) == 1 else None
 
 
 def count_ratios(claim: Claim, ratios: Sequence[float]) -> Counted:

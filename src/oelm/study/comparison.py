@@ -50,7 +50,7 @@ class Arm:
 
     @property
     def at_chance(self) -> list[int]:
-        """Seeds whose run learned no more than the most frequent class."""
+        """Seeds whose run cannot be told from the most frequent class on validation."""
         return [record.seed for record in self.records if record.results.get("at_chance")]
 
     def mean(self, name: str) -> float | None:
@@ -222,7 +222,11 @@ class Analysis:
     groups: list[Group]
     comparisons: list[Comparison]
     across: list[Across]
-    left_out: int  # records in the folder that do not belong to the study
+    left_out: int = 0  # records in the folder that do not belong to the study
+    copies: int = 0  # of runs that were found before
+    unused: int = 0  # measured runs that the matrix, as it is now, does not use
+    damaged: list[str] = field(default_factory=list)  # records that cannot be read
+    changes: list[dict[str, Any]] = field(default_factory=list)  # made after test results were there
     mixtures: dict[str, list[str]] = field(default_factory=dict)  # what differs between the runs
 
     @property

@@ -119,7 +119,8 @@ def conduct(
         with stopping(stop_after):
             settings = prepare_settings(study, talk)
             memory = max(estimate_run(setting).memory_bytes for setting in settings)
-        folder.belong(made=[_identity_of(setting) for setting in settings])
+        folder.save(study)
+        folder.belong([_identity_of(setting) for setting in settings])
         slots = slots_for(study.table, memory)
         if stop_after is not None:
             stop_after = max(0.001, stop_after - (time.monotonic() - began))

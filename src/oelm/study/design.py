@@ -43,6 +43,8 @@ class StudyConfig:
         for name in ("widen", "jobs", "memory_gb"):
             if getattr(self, name) < 0:
                 raise UserError(f"study.{name} must not be negative, but is {getattr(self, name)}")
+        if self.seeds >= FIRST_CHOICE_SEED:
+            raise UserError(f"study.seeds must be below {FIRST_CHOICE_SEED}: the choice's seeds start there")
         if not self.lrs or not all(0 < lr < float("inf") for lr in self.lrs):
             raise UserError(f"study.lrs needs positive learning rates, not {self.lrs}")
         if len(self.methods) < 2:
@@ -50,6 +52,10 @@ class StudyConfig:
         self.lrs = sorted(set(map(float, self.lrs)))
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
+
+
+# Keys that decide how runs are made and kept, not what the study compares.
+INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run")
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,9 @@ class Study:
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     """Check a nested mapping and make a Study of it."""
     base = deepcopy(dict(values))
+    for name in ("study", "per_task", "task", "model", "training"):
+        if not isinstance(base.get(name, {}), Mapping):
+            raise UserError(f"{where}: {name} must be a table, [{name}], not {base[name]!r}")
     title = str(base.pop("title", ""))
     per_task = base.pop("per_task", {})
     table = checked(StudyConfig, base.pop("study", {}), f"{where}: [study]")

@@ -4,14 +4,14 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from oelm.atomic import lock_file, read_json, write_json, write_text
 from oelm.config import MethodConfig, RunConfig, read_toml
 from oelm.errors import UserError
-from oelm.study.design import Study, make_study
+from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
 from oelm.study.records import FILES, Identity, Record, find_records, identify
 from oelm.training.metrics import LOWER_IS_BETTER
@@ -100,10 +100,33 @@ class StudyFolder:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
         try:
-            write_text(self.path / "study.toml", study.to_toml())
             yield
         finally:
+            if not (self.path / "study.toml").exists():  # it could not start: nothing is left behind
+                (self.path / "study.lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
             self._lock.close()
+
+    def save(self, study: Study) -> None:
+        """Write the study down, and what it changes in one whose test results are known already."""
+        if (self.path / "study.toml").exists():
+            before, now = asdict(self.read().table), asdict(study.table)
+            changed = [key for key in now if key not in INCIDENTAL and before[key] != now[key]]
+            tested = (
+                [r for r in find_records(self.path / "runs", []) if r.test is not None] if changed else []
+            )
+            if tested:
+                new = [
+                    {"key": key, "from": before[key], "to": now[key], "measured_runs": len(tested)}
+                    for key in changed
+                ]
+                self._write(changes=[*self.changes(), *new])
+        write_text(self.path / "study.toml", study.to_toml())
+
+    def changes(self) -> list[dict[str, Any]]:
+        """What was changed in the study after runs had been tested, in that order."""
+        return list(self._read().get("changes", []))
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
@@ -129,27 +152,36 @@ class StudyFolder:
             raise UserError(f"{self.path} is not a study: it has no study.toml")
         return make_study(read_toml(self.path / "study.toml"), str(self.path / "study.toml"))
 
-    def settings(self) -> dict[str, list[str]]:
-        """Which runs in the folder belong to the study as it is now: made here, and imported."""
+    def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
-        return read_json(path) if path.exists() else {"made": [], "imported": []}
+        found = read_json(path) if path.exists() else {}
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{path} is damaged; delete it, and start the study again to have it written anew"
+            )
+        return found
 
-    def belong(self, **settings: list[str]) -> None:
-        write_json(self.path / "study.json", self.settings() | settings)
+    def _write(self, **values: list[Any]) -> None:
+        write_json(self.path / "study.json", self._read() | values)
 
-    def records(self) -> tuple[list[Record], int]:
+    def belong(self, made: list[str]) -> None:
+        """Runs of these settings are what the study consists of, besides what was imported."""
+        self._write(made=made)
+
+    def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many others lie in its folder: of data or numerics of the past."""
-        known = {setting for settings in self.settings().values() for setting in settings}
-        found = list(find_records(self.path / "runs"))
+        known = {*self._read().get("made", []), *self._read().get("imported", [])}
+        found = list(find_records(self.path / "runs", damaged))
         ours = [record for record in found if record.identity.setting in known]
         return ours, len(found) - len(ours)
 
     def bring_in(self, source: Path, settings: list[Setting]) -> tuple[int, dict[str, int]]:
         """Copy the records of another machine's runs; how many came, and how many did not, by the reason."""
         if not source.is_dir():
-            raise UserError(f"{source}: no such folder")
+            raise UserError(f"{source} is not a folder" if source.exists() else f"{source}: no such folder")
         came, refused, known = 0, Counter[str](), set()
-        for record in find_records(source):
+        damaged: list[str] = []
+        for record in find_records(source, damaged):
             fits = [s for s in settings if s.fits(record)]
             if not record.completed:
                 refused[f"{record.results['status']}"] += 1
@@ -158,8 +190,15 @@ class StudyFolder:
             else:
                 known.add(record.identity.setting)
                 cell = Cell(record.method, record.lr, record.seed, record.choosing)
-                came += _copy(record, self.path / run_folder(fits[0].task, cell, record.identity.key))
-        self.belong(imported=sorted({*self.settings()["imported"], *known}))
+                if _copy(record, self.path / run_folder(fits[0].task, cell, record.identity.key)):
+                    came += 1
+                else:
+                    refused["there already"] += 1
+        if damaged:
+            refused[f"damaged, such as {damaged[0]}"] = len(damaged)
+        if not came and not refused:
+            raise UserError(f"{source} holds no run that has ended")
+        self._write(imported=sorted({*self._read().get("imported", []), *known}))
         return came, dict(refused)
 
 

@@ -1,8 +1,11 @@
 """Records of runs: read from their folders, identified by what decides their result."""
 
+import contextlib
 import hashlib
 import json
 import math
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,16 +124,20 @@ class Record:
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if '"eval"' in line]
-        return [entry for entry in map(json.loads, lines) if entry["kind"] == "eval"]
+        found = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if '"eval"' in line:
+                with contextlib.suppress(ValueError):  # a line that a crash cut short
+                    found.append(json.loads(line))
+        return [entry for entry in found if isinstance(entry, dict) and entry.get("kind") == "eval"]
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What predictions.npz holds, where it is there."""
-        path = self.folder / "predictions.npz"
-        if not path.exists():
+        """What predictions.npz holds, where it is there and whole."""
+        try:
+            with np.load(self.folder / "predictions.npz", allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
             return None
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
 
 
 def read_record(folder: Path) -> Record | None:
@@ -139,8 +146,11 @@ def read_record(folder: Path) -> Record | None:
         return None
     config = read_config(folder)
     results, environment = read_json(folder / "results.json"), read_json(folder / "environment.json")
-    if not isinstance(results, dict) or "metric" not in results or "status" not in results:
+    needed = ("metric", "status", "task", "model")
+    if not isinstance(results, dict) or not all(name in results for name in needed):
         raise UserError(f"{folder / 'results.json'} is not the record of a run")
+    if not isinstance(environment, dict):
+        raise UserError(f"{folder / 'environment.json'} is not the record of a run")
     identity = identify(
         config,
         environment.get("data") or results.get("data_fingerprint") or "",
@@ -150,8 +160,22 @@ def read_record(folder: Path) -> Record | None:
     return Record(folder, config, results, environment, identity)
 
 
-def find_records(root: Path) -> Iterator[Record]:
-    """Every run below a folder that has ended, sorted by folder; what is not one is passed over."""
+def find_records(root: Path, damaged: list[str] | None = None) -> Iterator[Record]:
+    """Every run below a folder that has ended, sorted by folder; what is not one is passed over.
+
+    A run whose record cannot be read is passed over too, and said in `damaged` where that is given.
+    """
     for path in sorted(root.rglob("results.json")):
-        if (path.parent / "config.toml").is_file() and (record := read_record(path.parent)) is not None:
+        folder = path.parent
+        hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)  # half copied
+        if hidden or not (folder / "config.toml").is_file():
+            continue
+        try:
+            record = read_record(folder)
+        except UserError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        if record is not None:
             yield record

@@ -9,18 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.errors import Interrupted, RunError
+from oelm.atomic import write_json, write_text
+from oelm.config import to_toml
+from oelm.errors import Interrupted, UserError
 from oelm.study.folder import Setting
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
+from oelm.training.results import SCHEMA
 from oelm.training.session import Stop
+from oelm.version import NUMERICS
 
 STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told to stop
-CRASHES = 3  # processes in a row that end without an answer: then it is not the run's fault
+CRASHES = 3  # processes that may end by themselves on one run before it counts as failed
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Runner:
         self.progress = Progress(settings)
         self.answers: queue.Queue[Any] = queue.Queue()
         self.workers: list[Worker] = []
-        self.started = self.crashes = 0
+        self.started = 0
+        self.crashes: Counter[Path] = Counter()
 
     def run(self, stop: Stop, show: Any) -> Progress:
         """Until nothing is needed any more. `show(progress)` is called about twice a second."""
@@ -153,7 +159,12 @@ class Runner:
                 return matrix
 
     def _look_up(self, setting: Setting, cell: Cell) -> bool:
-        record = read_record(folder) if (folder := setting.folder(self.root, cell)).exists() else None
+        folder = setting.folder(self.root, cell)
+        try:
+            record = read_record(folder) if folder.exists() else None
+        except UserError as error:
+            self._set_aside(folder, str(error))
+            return False
         if record is None or not record.completed:
             return False
         setting.scores[cell] = record.validation
@@ -162,6 +173,14 @@ class Runner:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self._prune(setting, cell)
         return True
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        """A run whose record cannot be read is made again; what is left of it is kept apart."""
+        aside = self.root / "damaged" / folder.name
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(exist_ok=True)
+        folder.rename(aside)
+        self.progress.news.append(f"{why}; moved to {aside}, and the run is made again")
 
     def _prune(self, setting: Setting, cell: Cell) -> None:
         """Keep the models the study is to keep: of each method the best by validation."""
@@ -203,7 +222,6 @@ class Runner:
         if answer is None:
             self._crashed(worker, run)
             return
-        self.crashes = 0
         if answer["status"] == "no memory" and self.progress.running:
             # Too many side by side: from now on one fewer, and this one again.
             self.slots = [slot for slot in self.slots if slot is not worker.slot]
@@ -217,14 +235,18 @@ class Runner:
             self._failed(run, answer["reason"])
 
     def _crashed(self, worker: Worker, run: Run) -> None:
-        self.crashes += 1
+        """A process that ends by itself (killed, out of memory) says nothing about its run: try it again."""
+        self.crashes[run.folder] += 1
         code = worker.process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        if self.crashes >= CRASHES:
-            raise RunError(f"{CRASHES} processes in a row ended by themselves ({how}); see {worker.log}")
-        self._failed(run, f"its process ended with {how}; see {worker.log}")
+        sign = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"its process ended with {sign}; see {worker.log}"
+        if self.crashes[run.folder] < CRASHES:
+            self.progress.news.append(f"{run.name}: {how}; trying again")
+        else:
+            self._failed(run, f"{how}, {CRASHES} times")
 
     def _failed(self, run: Run, reason: str) -> None:
+        record_failure(run, reason)
         run.setting.scores[run.cell] = None
         self.progress.failed[run.name] = reason
         self.progress.news.append(f"{run.name} FAILED: {reason}")
@@ -238,6 +260,32 @@ class Runner:
         while self.progress.running and time.monotonic() < end:
             self._listen(0.5)
         raise Interrupted(reason)
+
+
+def record_failure(run: Run, reason: str) -> None:
+    """A run that failed without leaving a record gets one: what a study chose by must be there to read."""
+    record = read_record(run.folder) if run.folder.exists() else None
+    if record is not None and record.results["status"] == "failed":
+        return
+    setting, config = run.setting, run.setting.run_config(run.cell)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_text(run.folder / "config.toml", to_toml(config.to_dict()))
+    write_json(run.folder / "environment.json", {"data": setting.store.fingerprint, "numerics": NUMERICS})
+    write_json(
+        run.folder / "results.json",
+        {
+            "schema": SCHEMA,
+            "status": "failed",
+            "reason": reason,
+            "task": setting.task,
+            "method": run.cell.method,
+            "model": config.model.name,
+            "metric": setting.store.metric,
+            "precision": setting.precision,
+            "seed": run.cell.seed,
+            "lr": run.cell.lr,
+        },
+    )
 
 
 def _line(run: Run) -> str:

@@ -95,7 +95,9 @@ def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[s
                 f"({reference:.4f})"
             )
     if progress.at_chance:
-        progress.warn("the run is at chance level: it learned no more than the most frequent class")
+        progress.warn(
+            "the run is at chance level: on validation it cannot be told from the most frequent class"
+        )
     return {
         **_common(session, "completed"),
         "best": progress.best,
@@ -131,7 +133,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "status": status,
         "experiment": config.experiment,
         "task": session.store.task,
-        "method": config.method.name,
+        "method": report.method,
         "model": config.model.name,
         "seed": config.training.seed,
         "lr": config.training.lr,

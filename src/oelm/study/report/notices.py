@@ -40,10 +40,21 @@ def notices(view: View) -> list[Notice]:
     words = view.words
     for name, values in view.analysis.mixtures.items():
         found.append(Notice("mixture", words("notice.mixed", what=name, values=words.items(values))))
-    if view.analysis.left_out:
-        found.append(Notice("mixture", words("notice.left_out", count=view.analysis.left_out)))
+    for key in ("left_out", "copies", "unused"):
+        if count := getattr(view.analysis, key):
+            found.append(Notice("mixture", words(f"notice.{key}", count=count)))
+    found += [Notice("mixture", words("notice.damaged", reason=reason)) for reason in view.analysis.damaged]
+    for change in view.analysis.changes:
+        said = words(
+            "notice.change",
+            name=change["key"],
+            old=str(change["from"]),
+            new=str(change["to"]),
+            count=change["measured_runs"],
+        )
+        found.append(Notice("changed", said))
     found += [Notice("run", text) for text in _of_runs(view)]
-    order = ("void", "failed", "chance", "trivial", "rate", "unfinished", "mixture", "run")
+    order = ("void", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run")
     return sorted(found, key=lambda notice: order.index(notice.kind))
 
 

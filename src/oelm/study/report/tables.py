@@ -1,6 +1,6 @@
 """The tables of a report: results, how sure they are, rates, cost, raw values."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -242,10 +242,17 @@ def cost(view: View, group: Group) -> Table | None:
                 Cell(share),
                 Cell(numbers.time_of(arm.step_time())),
                 Cell(numbers.time_of(_mean(runs, "train_time_s"))),
-                Cell(numbers.memory(_mean(runs, "peak_memory_bytes"))),
+                Cell(numbers.memory(_memory(runs))),
             ]
         )
     return Table(head, rows, "l" + "r" * 6, _title(view, group)) if rows else None
+
+
+def _memory(records: Sequence[Record]) -> float | None:
+    """On a CPU a record knows only the most its process ever took, and a process trains many runs."""
+    if any(record.environment.get("device") == "cpu" for record in records):
+        return None
+    return _mean(records, "peak_memory_bytes")
 
 
 def _mean(records: Iterable[Record], name: str) -> float | None:
