@@ -548,3 +548,32 @@ def test_a_checkpoint_trained_after_all_is_refused(tmp_path):
         oelm.load(tmp_path / "other")
     with pytest.raises(UserError, match="is not a model that can be loaded"):
         oelm.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("method", ["oelm-polar-scaled", Method("own", {"q": "orthogonal"}, gain="own")])
+def test_a_head_may_keep_the_scale_it_had(method):
+    model = build("bert")
+    old = {
+        site.path: to_blocks(site.weight.clone(), site.heads)
+        for site in find_sites(model)
+        if site.role in "qk"
+    }
+    oelm.convert(model, method, seed=0)
+    oelm.audit(model, oelm.fingerprint(model))
+    changed = [site for site in find_sites(model) if site.role in oelm.get_method(method).start]
+    assert changed
+    for site in changed:
+        before, after = old[site.path], to_blocks(site.weight, site.heads)
+        norms = np.linalg.norm(before, ord=2, axis=(1, 2))
+        assert np.allclose(np.linalg.svd(after, compute_uv=False), norms[:, None], rtol=1e-5)
+        for a, b in zip(before, after, strict=True):  # the same columns space: the projector is kept
+            assert np.allclose(a @ np.linalg.pinv(a), b @ np.linalg.pinv(b), atol=1e-4)
+
+
+def test_a_head_without_a_scale_is_refused():
+    model = build("bert")
+    site = next(site for site in find_sites(model) if site.role == "q")
+    with torch.no_grad():
+        site.weight.zero_()
+    with pytest.raises(UserError, match="scale of its own"):
+        oelm.convert(model, Method("x", {"q": "orthogonal"}, init="fresh", gain="own"))

@@ -69,7 +69,7 @@ def test_a_preset_can_be_overridden_field_by_field():
         ({"start": None}, "maps roles to words"),
         ({"gain": 0}, "positive number"),
         ({"gain": True}, "positive number"),
-        ({"gain": "own"}, "positive number"),
+        ({"gain": "mine"}, "positive number"),
     ],
 )
 def test_nonsense_is_refused(fields, message):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from oelm.errors import AuditError, UserError
 from oelm.families import block_gain, find_sites, frozen_names
 from oelm.method import HEAD_ROLES, Method
-from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, tolerance
+from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
             yield f"{name}: a frozen weight changed"
 
 
-def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, float]]:
-    """(path, weight, blocks in it, gain) of the frozen projections that must be orthonormal."""
+def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, Any]]:
+    """(path, weight, blocks in it, their gains) of the frozen projections that must be orthonormal."""
     wanted = frozen_names(model, method)
     for site in find_sites(model):
         kind = method.start.get(site.role)
@@ -153,7 +153,7 @@ def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor
             continue
         weight = _full(site.weight)
         if site.role in HEAD_ROLES:
-            yield site.path, weight, site.heads, block_gain(site, method)
+            yield site.path, weight, site.heads, block_gain(site, method, to_blocks(weight, site.heads))
         else:  # one block, orthonormal along its smaller side
             yield site.path, weight if weight.shape[0] <= weight.shape[1] else weight.t(), 1, 1.0
 

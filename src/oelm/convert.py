@@ -257,6 +257,7 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
         transposed = out > in_
         blocks = to_blocks(weight.t() if transposed else weight, 1)
     check_shape(blocks.shape[1], blocks.shape[0], blocks.shape[2])
+    own = blocks
     if _is_drawn(kind, init):
         heads, d_model, head_dim = blocks.shape
         blocks = draw_blocks(kind, d_model, heads, head_dim, seed=seed, name=site.name)
@@ -265,7 +266,10 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
             raise UserError(f"{site.path} holds values that are not finite: no factor of it can be taken")
         blocks = polar_factor(blocks) if kind == "polar" else q_factor(blocks)
     if site.role in HEAD_ROLES and kind != "normal":
-        blocks = blocks * block_gain(site, method)
+        gains = block_gain(site, method, own)
+        if not (np.isfinite(gains) & (gains > 0)).all():
+            raise UserError(f"{site.path} has a head without a scale of its own: gain = 'own' cannot keep it")
+        blocks = blocks * gains[:, None, None]
     new = torch.from_numpy(to_weight(blocks))
     return (new.t() if transposed else new).to(weight.device, weight.dtype)
 
@@ -310,7 +314,11 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
         if kind is not None:
             start = f"{kind}, fresh" if _is_drawn(kind, init) else f"{kind}, from its own weight"
         scaled = role in HEAD_ROLES and kind not in (None, "normal")
-        gains = {f"{block_gain(site, method):.3g}" for site in sites} if scaled else {"-"}
+        gains = {"-"}
+        if scaled and method.gain == "own":
+            gains = {"own"}
+        elif scaled:
+            gains = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
         counts = Counter(f"{site.path}.weight" in wanted for site in sites)
         frozen = {0: "no", len(sites): "yes"}.get(counts[True], f"{counts[True]} of {len(sites)} tensors")
         rows.append(

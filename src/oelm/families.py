@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -306,12 +307,16 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
     return {names[id(p)] for module in frozen for p in module.parameters(recurse=False)}
 
 
-def block_gain(site: Site, method: Method) -> float:
-    """What a unit-scale block of q or k is multiplied by.
+def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:
+    """What each head's unit-scale block of q or k is multiplied by, (heads,).
 
-    For the family's own gain the queries carry all of it, as T5's own start does, so that a method
-    that sets only one of the two still gives scores of standard deviation 1.
+    "own" is the spectral norm of the head's block in `blocks`, so that a head keeps the scale it had. For
+    the family's gain the queries carry all of it, as T5's own start does, so that a method that sets only
+    one of the two still gives scores of standard deviation 1.
     """
-    if method.gain != "family":
-        return float(method.gain)
-    return 1.0 / (site.score_scale * site.head_dim**0.5) if site.role == "q" else 1.0
+    if method.gain == "own":
+        return np.linalg.norm(blocks, ord=2, axis=(1, 2))
+    gain = method.gain
+    if gain == "family":
+        gain = 1.0 / (site.score_scale * site.head_dim**0.5) if site.role == "q" else 1.0
+    return np.full(len(blocks), float(gain))

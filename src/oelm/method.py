@@ -18,6 +18,7 @@ OWN_KINDS = ("polar",)
 # Where an "orthogonal" block comes from: drawn, or the Q factor of the weight that is there.
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
+GAINS = ("family", "own")  # besides numbers
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Method:
             "auto" is "fresh" for a reference GPT from scratch and "own" for every other model.
     gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
+            "own" gives each head the spectral norm its block had.
     freeze  role -> the layers whose parameters never train: "all", or Python's way of slicing the
             layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5".
     scores  "constant": no gradient flows through the attention scores, not even to the layers below.
@@ -68,12 +70,12 @@ class Method:
             raise UserError(
                 "'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it"
             )
-        if self.gain != "family" and not (
+        if self.gain not in GAINS and not (
             isinstance(self.gain, int | float)
             and not isinstance(self.gain, bool)
             and 0 < self.gain < float("inf")
         ):
-            raise UserError(f"gain must be a positive number or 'family', not {self.gain!r}")
+            raise UserError(f"gain must be a positive number, 'family' or 'own', not {self.gain!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, the inverse of `from_dict`. What came later stands there only where it is used, so
@@ -135,6 +137,9 @@ PRESETS: dict[str, Method] = {
         Method("baseline"),
         Method("frozen", freeze=_QK),
         Method("oelm", start=_start("orthogonal", "q", "k"), freeze=_QK),
+        Method("oelm-fresh", start=_start("orthogonal", "q", "k"), init="fresh", freeze=_QK),
+        Method("oelm-polar", start=_start("polar", "q", "k"), freeze=_QK),
+        Method("oelm-polar-scaled", start=_start("polar", "q", "k"), gain="own", freeze=_QK),
         Method("oelm-value-only", start=_start("orthogonal", "q", "k"), freeze=_QK, scores="constant"),
         Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
         Method("random-trainable", start=_start("normal", "q", "k")),

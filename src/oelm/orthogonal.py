@@ -127,9 +127,12 @@ def to_blocks(weight: "torch.Tensor | Array", num_heads: int) -> Array:
     return weight.reshape(num_heads, rows // num_heads, d_model).transpose(0, 2, 1)
 
 
-def deviation(weight: "torch.Tensor | Array", num_heads: int, gain: float = 1.0) -> Array:
-    """Per head, the largest entry of |W.T W / gain^2 - I|: 0 for a perfectly orthonormal block."""
-    blocks = to_blocks(weight, num_heads) / gain
+def deviation(weight: "torch.Tensor | Array", num_heads: int, gain: float | Array = 1.0) -> Array:
+    """Per head, the largest entry of |W.T W / gain^2 - I|: 0 for a perfectly orthonormal block.
+
+    `gain` is one number, or one for each head.
+    """
+    blocks = to_blocks(weight, num_heads) / np.reshape(gain, (-1, 1, 1))
     gram = blocks.transpose(0, 2, 1) @ blocks
     return np.abs(gram - np.eye(gram.shape[-1])).max(axis=(1, 2))
 
