@@ -93,6 +93,7 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     clip: float = 1.0  # 0: no clipping
+    layer_decay: float = 1.0  # the rate of each layer is that of the one above times this
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
@@ -143,6 +144,8 @@ class TrainingConfig:
         for name in ("label_smoothing", "chance_after"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"training.{name} must lie between 0 and 1, but is {getattr(self, name)}")
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"training.layer_decay must be above 0 and at most 1, but is {self.layer_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas must lie between 0 and 1, but are {self.betas}")
 
@@ -168,11 +171,19 @@ class RunConfig:
         for section, names in INCIDENTAL.items():
             for name in names:
                 values[section].pop(name, None)
+        for section, defaults in LATER.items():
+            for name, default in defaults.items():
+                if values[section].get(name) == default:
+                    del values[section][name]
         return values
 
 
 # Keys that do not change what a run computes.
 INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fast")}
+
+# Keys that came when there were records already, with the value that means what was done before: there they
+# do not stand in a run's identity.
+LATER = {"training": {"layer_decay": 1.0}}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {

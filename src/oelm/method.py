@@ -131,6 +131,8 @@ def _start(kind: str, *roles: str) -> dict[str, str]:
     return dict.fromkeys(roles, kind)
 
 
+_BLOCKS = dict.fromkeys(("q", "k", "v", "o", "ffn_in", "ffn_out"), "all")
+
 PRESETS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -152,6 +154,8 @@ PRESETS: dict[str, Method] = {
         Method("oelm-k-only", start=_start("orthogonal", "k"), freeze={"k": "all"}),
         Method("oelm-qk-ffn", start=_start("orthogonal", "q", "k", "ffn_in", "ffn_out"), freeze=_QK | _FFN),
         Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
+        Method("linear-probe", freeze=_BLOCKS | {"embeddings": "all", "norms": "all"}),
+        Method("norms-only", freeze=_BLOCKS | {"embeddings": "all"}),
     )
 }
 

@@ -1,6 +1,7 @@
 """Learning rate, length of a run and randomness as functions of the step alone: resuming needs no memory."""
 
 import math
+import re
 
 import numpy as np
 import torch
@@ -41,11 +42,22 @@ def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = F
     given state, and one that is unfrozen later trains. Vectors (norms, biases) are not decayed. In a CUDA
     graph (`graphed`) the rate is a tensor that is filled before every step: see `set_rate`."""
     device = next(model.parameters()).device
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
+    scales = layer_scales(model, training.layer_decay)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault((scales[name], parameter.dim() >= 2), []).append(parameter)
+    rate = lambda: torch.tensor(training.lr, device=device) if graphed else training.lr  # noqa: E731
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=torch.tensor(training.lr, device=device) if graphed else training.lr,
+        [
+            {
+                "params": parameters,
+                "weight_decay": training.weight_decay * matrix,
+                "lr": rate(),
+                "scale": scale,
+            }
+            for (scale, matrix), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+        ],
+        lr=rate(),
         betas=training.betas,
         eps=training.eps,
         fused=device.type in ("cpu", "cuda"),
@@ -53,12 +65,45 @@ def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = F
     )
 
 
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """What each parameter's rate is multiplied by: 1 for the task's head, `decay` for the top layer,
+    `decay` squared for the one below, and so on down to the embeddings.
+
+    A layer is the first number in a parameter's name. What has none lies below all layers where it is an
+    embedding, and above them otherwise (a last norm, a pooler). The stacks of an encoder-decoder are
+    counted each from its own top.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if decay == 1:
+        return dict.fromkeys(names, 1.0)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = {name: re.search(r"(.*?\.)(\d+)\.", name) for name in names}
+    depths: dict[str, int] = {}  # of a stack, by the name before the number
+    for match in found.values():
+        if match:
+            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
+    deepest = max(depths.values(), default=0)
+    scales = {}
+    for name, parameter in model.named_parameters():
+        match = found[name]
+        if id(parameter) in embeddings or (not match and "embed" in name):  # BERT's has a norm of its own
+            power = deepest + 1
+        elif match:
+            power = depths[match[1]] - int(match[2])
+        else:
+            power = 1 if name.startswith(prefix) else 0
+        scales[name] = decay**power
+    return scales
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
+        scaled = rate * group.get("scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(scaled)
         else:
-            group["lr"] = rate
+            group["lr"] = scaled
 
 
 def seed_step(seed: int, step: int, part: int) -> None:
