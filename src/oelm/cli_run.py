@@ -262,16 +262,17 @@ def status_table(runs: "list[RunStatus]") -> Any:
     from oelm.training.display import duration
 
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "task", "method", "step", "loss", "best", "left"):
+    one_task = len({run.task for run in runs}) == 1  # then it need not stand in every line
+    for name in ("run", "status", *(() if one_task else ("task",)), "method", "step", "loss", "best", "left"):
         table.add_column(
             name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
         )
     colours = {"running": "cyan", "completed": "green", "failed": "red"}
     for run in runs:
         table.add_row(
-            Text(Path(run.folder).name),
+            Text(re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name)),  # a study's runs end with their key
             Text(run.status, style=colours.get(run.status, "yellow")),
-            Text(run.task),
+            *(() if one_task else (Text(run.task),)),
             Text(run.method),
             f"{run.step}/{run.of}" if run.of else "",
             f"{run.loss:.3g}" if run.loss is not None else "",
