@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from oelm.cli_options import AsJson
+
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
 
 Name = Annotated[str, typer.Argument(help="A task (`oelm data list`) or a CSV, TSV, JSONL or Parquet file.")]
@@ -22,7 +24,6 @@ TokenizerName = Annotated[
     typer.Option("--tokenizer", help="gpt2, a hub id, a folder, or train:8192 (a file's default)."),
 ]
 MaxLength = Annotated[int, typer.Option("--max-length", help="Longer texts are cut.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from oelm import cli_options as options
 from oelm.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,37 +19,30 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def train(
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
     task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet, or prepared data.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
-    text_pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
-    test_file: Annotated[str | None, typer.Option(help="A file of test rows.")] = None,
-    train_size: Annotated[int | None, typer.Option(help="Train on so many rows.")] = None,
-    train_on: Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a text or window; longer ones are cut.")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="gpt2, a hub id, a folder, or train:8192.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ..., a hub id, a folder.")
-    ] = None,
+    data: options.Data = None,
+    text: options.Text = None,
+    text_pair: options.TextPair = None,
+    label: options.Label = None,
+    test_file: options.TestFile = None,
+    train_size: options.TrainSize = None,
+    train_on: options.TrainOn = None,
+    max_length: options.MaxLength = None,
+    tokenizer: options.Tokenizer = None,
+    data_dir: options.DataDir = None,
+    model: options.Model = None,
     method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the training data.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Texts or windows in a batch.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    epochs: options.Epochs = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    batch_tokens: options.BatchTokens = None,
+    precision: options.Precision = None,
     seed: Annotated[int | None, typer.Option(help="Decides initial values and order.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
@@ -58,13 +52,11 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew in a folder with a run.")
     ] = False,
-    stop_after: Annotated[
-        str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")
-    ] = None,
+    stop_after: options.StopAfter = None,
     stop_at_chance: Annotated[
         bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train one model and record everything.
 
@@ -210,7 +202,7 @@ def generate(
 
 
 @app.command()
-def audit(run: Run, as_json: AsJson = False) -> None:
+def audit(run: Run, as_json: options.AsJson = False) -> None:
     """Check that a finished run's frozen weights never moved. Example: oelm audit runs/x"""
     from oelm.training.trained import Trained
 
@@ -229,7 +221,7 @@ def audit(run: Run, as_json: AsJson = False) -> None:
 def status(
     folders: Annotated[list[Path] | None, typer.Argument(help="Runs, or folders with runs below.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """What runs, how far it is, how long it still takes. Example: oelm status runs --watch"""
     from oelm.training.status import find_runs, gpu_load, run_status

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from oelm import cli_options as options
 from oelm.cli_run import seconds_of
 from oelm.errors import UserError
 
@@ -19,30 +20,30 @@ app = typer.Typer()
 def study(
     name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
     task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
-    data: Annotated[str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet.")] = None,
-    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
-    text_pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
-    test_file: Annotated[str | None, typer.Option(help="A file of test rows.")] = None,
-    train_size: Annotated[int | None, typer.Option(help="Train on so many rows.")] = None,
-    train_on: Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a text or window.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="gpt2, a hub id, a folder, or train:8192.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")] = None,
-    model: Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, a hub id, a folder.")] = None,
+    data: options.Data = None,
+    text: options.Text = None,
+    text_pair: options.TextPair = None,
+    label: options.Label = None,
+    test_file: options.TestFile = None,
+    train_size: options.TrainSize = None,
+    train_on: options.TrainOn = None,
+    max_length: options.MaxLength = None,
+    tokenizer: options.Tokenizer = None,
+    data_dir: options.DataDir = None,
+    model: options.Model = None,
     methods: Annotated[str | None, typer.Option(help="With commas; the first is the reference.")] = None,
     lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the training data.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Texts or windows in a batch.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    epochs: options.Epochs = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    batch_tokens: options.BatchTokens = None,
+    precision: options.Precision = None,
     margin: Annotated[float | None, typer.Option(help="Points (per cent of PPL) that do not matter.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
     out: Annotated[Path | None, typer.Option(help="The study's folder; it goes on where it was.")] = None,
-    stop_after: Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h.")] = None,
+    stop_after: options.StopAfter = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs and the time, then stop.")
     ] = False,
