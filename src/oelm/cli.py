@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from oelm import cli_bench, cli_data, cli_experiments, cli_run, cli_study
-from oelm.errors import AuditError, Interrupted, RunError, UserError
+from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.version import __version__
 
-REQUEUE = 75  # EX_TEMPFAIL: what schedulers take as "start me again"
 UsageError: Any = typer.BadParameter.__base__  # typer brings its own click and does not show this class
 
 app = typer.Typer(

@@ -1,5 +1,7 @@
 """Errors that are the user's to mend: the command line prints them as one line and exits with 2."""
 
+REQUEUE = 75  # EX_TEMPFAIL: the exit code that schedulers take as "start me again"
+
 
 class UserError(ValueError):
     """Something the user gave cannot be used. The message says what, where, and what to do."""

@@ -11,16 +11,14 @@ models that differ in one tensor share all the others bit for bit:
     LayerNorm weights 1, all biases 0
     q_proj and k_proj                                            as the method in config.oelm says, if any
 
-Shapes in comments: B texts, T positions, S positions seen (T plus cached), C = d_model, H heads, D = C / H.
+Shapes in comments: B texts, T positions, C = d_model.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -43,64 +41,14 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
+from oelm.attention import SelfAttention, attention_mask_of, rotation_of
 from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
-from oelm.fused import FusedWeights, packed_linear
 from oelm.gpt_config import OelmGPTConfig
-from oelm.kernels.packed import Packing, packed_attention, packed_value_only
-from oelm.kernels.value_only import value_only_attention
+from oelm.kernels.packed import Packing
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
-
-# Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
-# cuDNN 9.19). Trained Q/K reach that, frozen orthonormal ones do not, so it would decide comparisons.
-MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
-        self.attention_dropout = config.attention_dropout
-        self.value_only = False  # set by a method whose scores are constants for the backward pass
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        rotation: Tensor | None,
-        cache: Cache | None,
-        packing: Packing | None,
-    ) -> Tensor:
-        # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        qkv = packed_linear(
-            x, parts, self.num_heads, kept=self.kept, value_only=self.value_only
-        )  # (B, T, 3C)
-        q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
-        )  # (B, H, T, D)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
-        if packing is not None:  # one row of texts end to end
-            q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (T, H, D)
-            attend = packed_value_only if self.value_only else packed_attention
-            return self.o_proj(attend(q, k, v, packing).flatten(1)[None])
-        dropout = self.attention_dropout if self.training else 0.0
-        if self.value_only and mask is None and cache is None and not dropout:
-            y = value_only_attention(q, k, v, causal=causal)
-            return self.o_proj(y.transpose(1, 2).flatten(2))
-        with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -133,35 +81,6 @@ class Block(GradientCheckpointingLayer):
     ) -> Tensor:
         x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache, packing))
         return x + self.dropout(self.mlp(self.ln_2(x)))
-
-
-def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of every position's angles, stacked: (2, B, 1, T, D/2), float32."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions[:, None, :, None].float() * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle. Lengths, and so orthonormality, stay."""
-    cos, sin = rotation.to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-
-def attention_mask_of(valid: Tensor, queries: int, causal: bool) -> Tensor:
-    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S).
-
-    A padded query may look at itself: with nothing to look at its softmax would be NaN, and the NaN
-    would reach real tokens through the next layer.
-    """
-    seen = valid.shape[1]
-    query = torch.arange(seen - queries, seen, device=valid.device)[:, None]
-    key = torch.arange(seen, device=valid.device)[None, :]
-    mask = valid[:, None, None, :].bool()
-    if causal:
-        mask = mask & (key <= query)
-    return mask | (key == query)
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):

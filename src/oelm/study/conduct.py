@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from oelm.errors import UserError
 from oelm.study.design import Study, StudyConfig
 from oelm.study.folder import Setting, StudyFolder
-from oelm.study.matrix import Cell
 from oelm.study.runner import Progress, Runner, Slot
 from oelm.training.session import stopping
 
@@ -56,8 +54,7 @@ def estimate_run(setting: Setting) -> Estimate:
     from oelm.training.parallel import process_state
     from oelm.training.schedule import total_steps
 
-    first = next(iter(setting.study.methods))
-    config = setting.run_config(Cell(first, setting.study.table.lrs[0], setting.study.seeds[0], False))
+    config = setting.run_config(setting.any_cell)
     training = config.training
     objective = make_objective(
         setting.store, config.task.max_length, training.label_smoothing, training.class_weights
@@ -120,15 +117,10 @@ def conduct(
             settings = prepare_settings(study, talk)
             memory = max(estimate_run(setting).memory_bytes for setting in settings)
         folder.save(study)
-        folder.belong([_identity_of(setting) for setting in settings])
+        folder.belong([setting.key for setting in settings])
         slots = slots_for(study.table, memory)
         if stop_after is not None:
             stop_after = max(0.001, stop_after - (time.monotonic() - began))
         with stopping(stop_after) as stop:
             stop.patient = True
             return Runner(settings, out, slots, study.table.models).run(stop, show)
-
-
-def _identity_of(setting: Setting) -> str:
-    first: Any = next(iter(setting.study.methods))
-    return setting.identity(Cell(first, setting.study.table.lrs[0], setting.study.seeds[0], False)).setting

@@ -49,9 +49,16 @@ class Setting:
         precision = record.results.get("precision", self.precision)
         if self.config.training.precision not in ("auto", precision):
             return False
-        cell = Cell(next(iter(self.study.methods)), self.study.table.lrs[0], 0, True)
-        own = identify(self.run_config(cell), self.store.fingerprint, precision, NUMERICS)
-        return own.setting == record.identity.setting
+        return replace(self, precision=precision).key == record.identity.setting
+
+    @property
+    def key(self) -> str:
+        """What all runs of the setting share, whatever their method, rate and seed."""
+        return self.identity(self.any_cell).setting
+
+    @property
+    def any_cell(self) -> Cell:
+        return Cell(next(iter(self.study.methods)), self.study.table.lrs[0], self.study.seeds[0], False)
 
     def folder(self, root: Path, cell: Cell) -> Path:
         return root / run_folder(self.task, cell, self.identity(cell).key)

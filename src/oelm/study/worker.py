@@ -23,11 +23,10 @@ import torch
 
 from oelm.config import rebuild_config
 from oelm.data import open_store
-from oelm.errors import AuditError, Interrupted, RunError, UserError
+from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.training.loop import train
 
 LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to let go of a run's folder
-REQUEUE = 75
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

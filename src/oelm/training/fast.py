@@ -17,7 +17,7 @@ from oelm.gpt import OelmGPTPreTrainedModel
 from oelm.training.objective import Batch, Classification, Objective
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
-# Tokens: compiling takes some 15 s and saves some 0.2 us a token on an H200; a shorter run loses by it.
+# Tokens. In one exploration on an H200 compiling took some 15 s and saved some 0.2 us a token.
 COMPILE_FROM = 100_000_000
 
 

@@ -75,7 +75,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     """Place the model, choose the fast paths it can take, wrap it, and give it an optimizer."""
     training = config.training
     precision, _ = parallel.resolve_precision(training.precision, state.device)
-    # Masked cuDNN attention gives NaN gradients for large scores: gpt.MASKED_KERNELS; this is for others.
+    # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
     raw.to(state.device)
     if training.gradient_checkpointing:
