@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from oelm.fused import PARTS, SplitQKV, packed_linear
+from oelm.fused import PARTS, SplitQKV, packed_linear, split_linear
 
 
 def parts_of(d_in=12, d_out=8, bias=True, dtype=torch.float64):
@@ -111,3 +111,43 @@ def test_packed_product_compiles():
     parts[2].weight.grad = None
     reference.square().sum().backward()
     torch.testing.assert_close(ours, parts[2].weight.grad)
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 1), (0, 1, 2), (2,)])
+@pytest.mark.parametrize("silent", [(), (0, 1)])
+def test_split_outputs_have_the_gradients_of_three_projections(frozen, silent):
+    """`silent` outputs are used as constants: nothing flows back through them."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(6, 4, bias=False, dtype=torch.float64) for _ in range(3)]
+    for index in frozen:
+        parts[index].weight.requires_grad_(False)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    found = []
+    for project in (lambda x: split_linear(x, parts), lambda x: [part(x) for part in parts]):
+        outputs = [y.detach() if i in silent else y for i, y in enumerate(project(x))]
+        loss = sum((y * (i + 1)).square().sum() for i, y in enumerate(outputs))
+        wanted = [x, *(part.weight for part in parts if part.weight.requires_grad)]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        found.append([*(y.detach() for y in outputs), *grads])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_split_outputs_compile_and_skip_what_is_frozen():
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(6, 4, bias=False) for _ in range(3)]
+    for part in parts[:2]:
+        part.weight.requires_grad_(False)
+    x = torch.randn(5, 6, requires_grad=True)
+    compiled = torch.compile(lambda x: split_linear(x, parts), fullgraph=True, backend="aot_eager")
+    grads = []
+    for project in (compiled, lambda x: split_linear(x, parts)):
+        q, k, v = project(x)
+        (q.detach() * k.detach() * v).sum().backward()
+        grads.append((x.grad.clone(), parts[2].weight.grad.clone()))
+        assert parts[0].weight.grad is None
+        x.grad = parts[2].weight.grad = None
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)

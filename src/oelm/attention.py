@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
-from oelm.fused import FusedWeights, packed_linear
+from oelm.fused import FusedWeights, split_linear
 from oelm.gpt_config import OelmGPTConfig
 from oelm.kernels.packed import Packing, packed_attention, packed_value_only
+from oelm.kernels.rows import pick_rows
 from oelm.kernels.value_only import value_only_attention
 
 # Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
@@ -27,6 +28,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
         self.attention_dropout = config.attention_dropout
         self.value_only = False  # set by a method whose scores are constants for the backward pass
+        self.joint: Tensor | None = None  # the weights of q, k and v in one, where training keeps them so
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -40,30 +42,37 @@ class SelfAttention(nn.Module):
         rotation: Tensor | None,
         cache: Cache | None,
         packing: Packing | None,
+        rows: Tensor | None,
     ) -> Tensor:
-        # Three parameters, one product: frozen q and k cost no weight gradient (see fused.py).
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        qkv = packed_linear(
-            x, parts, self.num_heads, kept=self.kept, value_only=self.value_only
-        )  # (B, T, 3C)
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
-        )  # (B, H, T, D)
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self._project(x, rows)
+        )
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
         if packing is not None:  # one row of texts end to end
             q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (T, H, D)
             attend = packed_value_only if self.value_only else packed_attention
-            return self.o_proj(attend(q, k, v, packing).flatten(1)[None])
+            return self.o_proj(attend(q, k, v, packing, rows is not None).flatten(1)[None])
         dropout = self.attention_dropout if self.training else 0.0
-        if self.value_only and mask is None and cache is None and not dropout:
-            y = value_only_attention(q, k, v, causal=causal)
-            return self.o_proj(y.transpose(1, 2).flatten(2))
+        if self.value_only:
+            q, k = q.detach(), k.detach()
+            if mask is None and cache is None and rows is None and not dropout:
+                y = value_only_attention(q, k, v, causal=causal)
+                return self.o_proj(y.transpose(1, 2).flatten(2))
+        if mask is not None and rows is not None:
+            mask = mask.flatten(0, 2).index_select(0, rows)[:, None, None]  # (B, 1, 1, S)
         with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _project(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k and v, (B, T, C) each; q of the rows asked for only."""
+        if rows is None:  # three parameters, one product: see fused.py
+            return split_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.kept, self.joint)
+        joint = None if self.joint is None else self.joint[self.q_proj.out_features :]
+        return self.q_proj(pick_rows(x, rows)), *split_linear(x, (self.k_proj, self.v_proj), joint=joint)
 
 
 def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
@@ -71,6 +80,13 @@ def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angles = positions[:, None, :, None].float() * frequencies
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:
+    if rows is None:
+        return rotation
+    found = rotation.squeeze(2).flatten(1, 2).index_select(1, rows)
+    return found.view(2, rotation.shape[1], 1, -1, rotation.shape[-1])
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -43,14 +43,11 @@ def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only.
-
-    With `value_only` q and k are constants for the backward pass, and their columns are not touched in it.
-    """
+    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, bool], *trained: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str], *trained: Any
     ) -> Tensor:
         # `trained` holds (weight, bias) of q, k and v in turn, None where a part does not train: the
         # values are in `weight` already, they are passed so that autograd returns gradients to them.
@@ -62,13 +59,8 @@ class _PackedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        heads, layout, value_only = ctx.pick
-        grad_x = None
-        if ctx.needs_input_grad[0] and value_only:
-            v = part_view(grad.movedim(-1, 0), 2, heads, layout).reshape(-1, *grad.shape[:-1]).movedim(0, -1)
-            grad_x = v @ part_view(weight, 2, heads, layout).reshape(-1, weight.shape[1])
-        elif ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
+        heads, layout = ctx.pick
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         wanted = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = [None] * len(wanted)
@@ -81,6 +73,42 @@ class _PackedProduct(torch.autograd.Function):
             if wanted[2 * index + 1]:
                 grads[2 * index + 1] = part.sum(1)
         return (grad_x, None, None, None, *grads)
+
+
+class _SplitProduct(torch.autograd.Function):
+    """The same without a bias, and with an output for each part: what nothing flows back through costs
+    nothing, and what does need not be cut out of a joint gradient again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *trained: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        return F.linear(x, weight).chunk(len(trained), -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        weights, flat_x = weight.chunk(len(grads)), x.flatten(0, -2)
+        flowing = [i for i, grad in enumerate(grads) if grad is not None]
+        wanted = [i for i in flowing if ctx.needs_input_grad[2 + i]]
+        together: Tensor | None = None
+        if len(flowing) == len(grads):
+            together = torch.cat([g for g in grads if g is not None], -1)
+        grad_x: Tensor | None = None
+        if ctx.needs_input_grad[0] and together is not None:
+            grad_x = together @ weight
+        elif ctx.needs_input_grad[0]:
+            for i in flowing:
+                part = grads[i] @ weights[i]  # type: ignore[operator]
+                grad_x = part if grad_x is None else grad_x + part
+        found: list[Tensor | None] = [None] * len(grads)
+        if together is not None and len(wanted) == len(grads):
+            found = [*(together.flatten(0, -2).t() @ flat_x).chunk(len(grads))]
+        else:
+            for i in wanted:
+                found[i] = grads[i].flatten(0, -2).t() @ flat_x  # type: ignore[union-attr]
+        return (grad_x, None, *found)
 
 
 class FusedWeights:
@@ -114,35 +142,62 @@ def packed_linear(
     heads: int,
     layout: str = "concat",
     kept: FusedWeights | None = None,
-    value_only: bool = False,
 ) -> Tensor:
-    """The outputs of the q, k and v projections in one fused tensor, by one matrix product.
-
-    `value_only`: nothing flows back through q and k, whose weights must be frozen.
-    """
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
     if kept is not None and not torch.compiler.is_compiling():
-        if x.shape[-2] == 1 and not torch.is_grad_enabled():
+        if _is_next_token(x):
             return F.linear(x, *kept.get(parts, heads, layout))
         kept.value = None
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]
-    if not value_only and (
-        all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors)
-    ):
+    if all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors):
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
         weight = fuse(weights, heads, layout)
         bias = None if biases is None else fuse(biases, heads, layout)
-    device = x.device.type
-    if torch.is_autocast_enabled(device):  # autocast does not reach inside a custom function's backward
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     trained = [
         t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
     ]
-    return _PackedProduct.apply(x, weight, bias, (heads, layout, value_only), *trained)
+    return _PackedProduct.apply(*_as_autocast(x, weight, bias), (heads, layout), *trained)
+
+
+def split_linear(
+    x: Tensor,
+    parts: Sequence[nn.Linear],
+    kept: FusedWeights | None = None,
+    joint: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The outputs of projections without bias of one input, by one matrix product.
+
+    `joint` is their weights one below the other, where that lies ready.
+    """
+    if kept is not None and not torch.compiler.is_compiling():
+        if _is_next_token(x):
+            return F.linear(x, *kept.get(parts, 1, "concat")).chunk(len(parts), -1)
+        kept.value = None
+    weights = [part.weight for part in parts]
+    with torch.no_grad():
+        weight = torch.cat(weights) if joint is None else joint
+    x, weight, _ = _as_autocast(x, weight, None)
+    trained = [weight if weight.requires_grad else None for weight in weights]
+    if torch.is_grad_enabled() and (x.requires_grad or any(t is not None for t in trained)):
+        return _SplitProduct.apply(x, weight, *trained)
+    return F.linear(x, weight).chunk(len(parts), -1)
+
+
+def _is_next_token(x: Tensor) -> bool:
+    return x.shape[-2] == 1 and not torch.is_grad_enabled()
+
+
+def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors as autocast would make them: it does not reach inside a custom function's backward."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class SplitQKV(nn.Module):

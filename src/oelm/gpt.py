@@ -45,7 +45,9 @@ from oelm.attention import SelfAttention, attention_mask_of, rotation_of
 from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
+from oelm.kernels.gelu import gelu
 from oelm.kernels.packed import Packing
+from oelm.kernels.rows import look_up, pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
@@ -58,7 +60,7 @@ class FeedForward(nn.Module):
         self.fc_out = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc_out(F.gelu(self.fc_in(x)))
+        return self.fc_out(gelu(self.fc_in(x)))
 
 
 class Block(GradientCheckpointingLayer):
@@ -78,8 +80,12 @@ class Block(GradientCheckpointingLayer):
         rotation: Tensor | None,
         cache: Cache | None,
         packing: Packing | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache, packing))
+        """With `rows` (B,), counted through all texts, the result is these only: (B, 1, C)."""
+        y = self.attn(self.ln_1(x), mask, causal, rotation, cache, packing, rows)
+        x = x if rows is None else pick_rows(x, rows)
+        x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
@@ -149,12 +155,17 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool = False,
         packing: Packing | None = None,
+        rows: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """With `packing` the input is one row of texts end to end, with their positions."""
+        """With `packing` the input is one row of texts end to end, with their positions.
+
+        With `rows`, a position for every text counted through all of them, the last block and what follows
+        are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
+        """
         if packing is not None:
             self._check_packing(attention_mask, position_ids)
-        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
+        x = look_up(self.wte.weight, input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         length, device = x.shape[1], x.device
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
@@ -176,15 +187,16 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             mask, causal = attention_mask_of(valid, length, self.causal), False
         rotation = None
         if self.config.positions == "learned":
-            x = x + self.wpe(position_ids)
+            x = x + look_up(self.wpe.weight, position_ids)
         else:
             head_dim = self.config.d_model // self.config.num_heads
-            rotation = rotation_of(position_ids, head_dim, self.config.rope_theta)
+            rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
         x = self.dropout(x)
         hidden = []
         for block in self.h:
             hidden.append(x)
-            x = block(x, mask, causal and length > 1, rotation, past_key_values, packing)
+            wanted = rows if block is self.h[-1] else None
+            x = block(x, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
         x = self.ln_f(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -284,30 +296,44 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         packing: Packing | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        out = self.transformer(input_ids, attention_mask, packing=packing, **kwargs)
+        tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        rows = None
+        if self.config.pooling == "last":
+            rows = self._last_rows(tokens.shape[0], tokens.shape[1], tokens.device, attention_mask, packing)
+        # What no pooled token depends on is not computed, unless somebody wants to see it.
+        early = None if kwargs.get("output_hidden_states") else rows
+        out = self.transformer(input_ids, attention_mask, packing=packing, rows=early, **kwargs)
         x = out.last_hidden_state
-        valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
-        if packing is not None:
-            pooled = self._pool_packed(x[0], packing.bounds.long())
-        elif self.config.pooling == "mean":
+        if rows is not None:
+            pooled = (x if early is not None else pick_rows(x, rows)).flatten(0, 1)
+        elif packing is not None:
+            pooled = _mean_packed(x[0], packing.bounds.long())
+        else:
+            valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
             weight = valid.float()[..., None]
             pooled = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
-        else:
-            position = torch.arange(x.shape[1], device=x.device)
-            last = (valid.long() * position).argmax(1)  # right of it there is only padding
-            pooled = x[torch.arange(x.shape[0], device=x.device), last]
         logits = self.classifier(self.dropout(pooled))
         return SequenceClassifierOutput(
             loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
         )
 
-    def _pool_packed(self, x: Tensor, bounds: Tensor) -> Tensor:
-        """One row per text of (N, C), meaningless for texts without tokens."""
-        if self.config.pooling == "last":
-            return x[(bounds[1:] - 1).clamp(min=0)]
-        text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
-        sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
-        return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
+    def _last_rows(
+        self, texts: int, length: int, device: torch.device, mask: Tensor | None, packing: Packing | None
+    ) -> Tensor:
+        """Where the last token of every text is, counted through all texts; anywhere for one without."""
+        if packing is not None:
+            return (packing.bounds[1:].long() - 1).clamp(min=0)
+        first = torch.arange(texts, device=device) * length
+        if mask is None:
+            return first + length - 1
+        return first + (mask.long() * torch.arange(length, device=device)).argmax(1)
+
+
+def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
+    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
+    text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+    sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
+    return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
 
 
 class OelmGPTForTokenClassification(_Bidirectional):

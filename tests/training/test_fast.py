@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import filled, round_up
-from oelm.training import fast
+from oelm.training import fast, parallel
 from oelm.training.build import build_model
+from oelm.training.half import HalfWeights
 from oelm.training.objective import make_objective
-from oelm.training.schedule import make_optimizer, set_rate
+from oelm.training.parallel import process_state
+from oelm.training.schedule import clip_in_step
+from oelm.training.stepper import _graphed_step, make_stepper
 from tests.training.runs import make_store
 
 GPU = torch.device("cuda")
@@ -89,37 +92,80 @@ def test_evaluation_of_packed_texts(store):
     np.testing.assert_allclose(padded.arrays["scores"], packed.arrays["scores"], rtol=1e-4, atol=1e-6)
 
 
-def test_the_two_halves_of_a_graphed_step_make_a_step(store, monkeypatch):
-    """What a graph would record, run as it stands: the same weights as plain steps."""
+@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
+    """Run as it stands: the weights of plain steps, with half-precision copies, clipping inside the
+    optimizer and gradients written in place of added ones."""
     monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
-    settings = config(clip=0.1)
-    weights = []
+    settings = config(clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1)
+    settings.method.name = method
+    weights, losses = [], []
     for graphed in (False, True):
-        model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
-        optimizer = make_optimizer(model, settings.training)
-        task = objective(store, packed=graphed, static=graphed)
-        parameters = list(model.parameters())
-
-        def finish(optimizer=optimizer, parameters=parameters):
-            norm = torch.nn.utils.clip_grad_norm_(parameters, settings.training.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            return norm
-
-        step = fast.GraphedStep(lambda b, t=task, m=model: t.loss(m, b), finish, torch.zeros(()))
-        for k in range(4):
-            items = np.arange(8 * k, 8 * k + 8)
-            set_rate(optimizer, 1e-3 * (k + 1))
-            if graphed:
-                step.backward(task.batch("train", items), 1 / 8)
-                step.ended = False  # there is no graph to record on a CPU
-                step.step()
-            else:
-                (task.loss(model, task.batch("train", items)) / 8).backward()
-                finish()
+        task = objective(store)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        if graphed:
+            stepper.graphed = _graphed_step(stepper)
+        batches = task.plan("train", 16, None, 1).epoch(0)
+        model.train()
+        losses.append([stepper.take_step(k, batches, k)[:2] for k in range(6)])
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=2e-5, msg=name)
+        assert all(attention.joint is None for attention in model.modules() if hasattr(attention, "joint"))
+    for (loss, norm), (other_loss, other_norm) in zip(*losses, strict=True):
+        assert float(loss) == pytest.approx(float(other_loss), rel=2e-3)
+        assert float(norm) == pytest.approx(float(other_norm), rel=2e-2)
+    moved = 0.0
+    fresh, _ = build_model(settings, store, task.auto_class)
+    for name, value in fresh.named_parameters():
+        way = (weights[0][name] - value.detach()).norm()
+        # Adam's first steps turn the rounding of tiny gradients into whole steps: few, so by the norm.
+        assert (weights[1][name] - weights[0][name]).norm() <= 0.05 * way, name
+        moved += float(way)
+    assert moved > 1
+
+
+def test_half_precision_copies_hold_what_autocast_makes(store):
+    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    half = HalfWeights(model, torch.bfloat16)
+    task = objective(store)
+    batch = task.batch("train", np.arange(16))
+    with torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    plain = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    half.refresh()
+    with half.installed(), torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    half.collect()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain[name]), name
+    half_loss = 2 * plain["classifier.weight"]
+    with half.installed(), torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    half.collect()  # a second time: added
+    assert torch.equal(model.classifier.weight.grad, half_loss)
+
+
+def test_clipping_inside_the_optimizer_is_clipping():
+    generator = torch.Generator().manual_seed(0)
+    values, grads = (
+        [torch.randn(4, n, generator=generator) for n in (3, 5)],
+        [torch.randn(4, n, generator=generator) for n in (3, 5)],
+    )
+    for clip in (0.5, 100.0, 0.0):
+        found = []
+        for inside in (False, True):
+            parameters = [torch.nn.Parameter(value.clone()) for value in values]
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, eps=0.1, fused=True)  # a large eps: scale shows
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+            norm = clip_in_step(optimizer, parameters, clip) if inside else parallel.norm_of(parameters, clip)
+            optimizer.step()
+            found.append((float(norm), parameters))
+        assert found[0][0] == pytest.approx(found[1][0])
+        for one, other in zip(found[0][1], found[1][1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_why_a_run_is_not_fast_is_said(store):

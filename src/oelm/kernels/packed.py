@@ -25,33 +25,45 @@ class Packing(NamedTuple):
     longest: int
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it."""
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
+    """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it.
+
+    `one_query`: q is (texts, H, D), a query for every text. That of a text without tokens gives zeros.
+    """
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         bounds, longest = packing
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        queries, most = bounds, longest
+        if one_query:
+            queries, most = torch.arange(len(bounds), dtype=torch.int32, device=q.device), 1
+        out = varlen_attn(q, k, v, queries, bounds, most, longest)
         assert isinstance(out, Tensor)
         return out
-    return portable(q, k, v, packing)
+    return portable(q, k, v, packing, one_query)
 
 
-def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
     """The same for scores that are constants for the backward pass."""
     bounds, longest = packing
-    if q.is_cuda:
+    if q.is_cuda and not one_query:  # of one query per text there is little to save
         return value_only_attention_varlen(q, k, v, bounds, longest, causal=False)
-    return portable(q.detach(), k.detach(), v, packing)
+    return packed_attention(q.detach(), k.detach(), v, packing, one_query)
 
 
-def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
     """The same through padding and `F.scaled_dot_product_attention`: the definition, for any device."""
     starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
     place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
     real = place < ends[:, None]
-    place = place.clamp(max=len(q) - 1)
-    wide_q, wide_k, wide_v = (x[place].transpose(1, 2) for x in (q, k, v))  # (S, H, T, D)
+    place = place.clamp(max=len(k) - 1)
+    wide_k, wide_v = (x[place].transpose(1, 2) for x in (k, v))  # (S, H, T, D)
+    if one_query:
+        some = real.any(1)
+        mask = (real | ~some[:, None])[:, None, None]
+        out = F.scaled_dot_product_attention(q[:, :, None], wide_k, wide_v, attn_mask=mask)[:, :, 0]
+        return out * some[:, None, None]
     # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
     mask = (real[:, None, :] | ~real[:, :, None])[:, None]
+    wide_q = q[place].transpose(1, 2)
     out = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, attn_mask=mask).transpose(1, 2)
     text = torch.searchsorted(ends, torch.arange(len(q), device=q.device), right=True)
     return out[text, torch.arange(len(q), device=q.device) - starts[text]]

@@ -5,7 +5,8 @@ CUDA graph starts them all at once. It wants the same tensors at the same addres
 are filled up to a few shapes (`data.assemble.filled`), and each shape has a graph that is recorded once.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,68 +76,78 @@ def compile_blocks(model: nn.Module, tokens: float, config: RunConfig, device: t
 
 
 class GraphedStep:
-    """Forward and backward of a batch as one graph per shape, and clipping and the optimizer as another.
+    """A step as one graph per shape of its batch; with several batches to a step, as a graph for each of
+    them and another for clipping and the optimizer (`whole` is then off).
 
-    Gradients stay where they are: the step's end sets them to zero instead of giving them back. The first
-    time a shape is met it is computed as usual, which also lets kernels tune themselves and the optimizer
-    make its state; the second time it is recorded.
+    `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm.
+    The first time a shape is met it is computed as usual, which also lets kernels tune themselves and the
+    optimizer make its state; the second time it is recorded.
     """
 
     def __init__(
         self,
-        forward: Callable[[Batch], Tensor],
+        compute: Callable[[Batch], Tensor],
         finish: Callable[[], Tensor],
         scale: Tensor,
+        whole: bool,
     ) -> None:
-        self.forward, self.finish, self.scale = forward, finish, scale
-        self.graphs: dict[Any, tuple[Any, Batch, Tensor]] = {}
+        self.compute, self.finish, self.scale, self.whole = compute, finish, scale, whole
+        self.device = scale.device
+        self.graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = {}
         self.met: set[Any] = set()
         self.end: tuple[Any, Tensor] | None = None
+        self.norm: Tensor | None = None  # of the whole step just taken
         self.ended = False
         self.pool: Any = None
 
     def backward(self, batch: Batch, scale: float) -> Tensor:
-        """The loss of a batch times `scale`, whose gradients are added to those that are there."""
+        """The loss of a batch, in the computer's memory, times `scale`. A whole step is then taken."""
         self.scale.fill_(scale)
         key = shapes_of(batch)
-        if key in self.graphs:
-            graph, static, loss = self.graphs[key]
-            copy_batch(batch, static)
-            graph.replay()
-            return loss.clone()
-        if key not in self.met or len(self.graphs) >= MOST_GRAPHS:
-            self.met.add(key)
-            return self.compute(batch)
-        self.graphs[key] = self._record(batch)
-        return self.backward(batch, scale)
-
-    def compute(self, batch: Batch) -> Tensor:
-        loss = self.forward(batch)
-        (loss * self.scale).backward()
-        return (loss * self.scale).detach()
+        if key not in self.graphs:
+            if key not in self.met or len(self.graphs) >= MOST_GRAPHS:
+                self.met.add(key)
+                loss, self.norm = self._take(batch.to(self.device))
+                return loss
+            self.graphs[key] = self._record(batch.to(self.device))
+        graph, static, loss, norm = self.graphs[key]
+        copy_batch(batch, static)
+        graph.replay()
+        self.norm = None if norm is None else norm.clone()
+        return loss.clone()
 
     def step(self) -> Tensor:
-        """Clip and update; the gradients' norm."""
-        if not self.ended:  # as usual once: the optimizer makes its state
+        """The norm of the gradients, which are clipped and used up unless that is done."""
+        if self.whole:
+            assert self.norm is not None
+            return self.norm
+        if not self.ended or not self.graphs:  # as usual once: the optimizer makes its state
             self.ended = True
             return self.finish()
         if self.end is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with self._recording() as graph:
                 norm = self.finish()
-            self.pool = self.pool or graph.pool()
             self.end = graph, norm
         graph, norm = self.end
         graph.replay()
         return norm.clone()
 
-    def _record(self, batch: Batch) -> tuple[Any, Batch, Tensor]:
+    def _take(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        loss = self.compute(batch)
+        return loss, self.finish() if self.whole else None
+
+    def _record(self, batch: Batch) -> tuple[Any, Batch, Tensor, Tensor | None]:
+        with self._recording() as graph:
+            loss, norm = self._take(batch)
+        return graph, batch, loss, norm
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self.pool):
-            loss = self.compute(batch)
+            yield graph
         self.pool = self.pool or graph.pool()
-        return graph, batch, loss
 
 
 def shapes_of(batch: Batch) -> tuple[Any, ...]:
@@ -148,4 +159,5 @@ def copy_batch(batch: Batch, static: Batch) -> None:
     """The batch's numbers into the tensors a graph was recorded with."""
     for mine, theirs in ((batch.inputs, static.inputs), (batch.targets, static.targets)):
         for name, tensor in mine.items():
-            theirs[name].copy_(tensor, non_blocking=True)
+            pinned = tensor.pin_memory() if theirs[name].is_cuda else tensor
+            theirs[name].copy_(pinned, non_blocking=True)

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oelm.config import TrainingConfig
 from oelm.data import Plan
@@ -104,6 +104,18 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled
+
+
+def clip_in_step(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], clip: float) -> Tensor:
+    """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
+    every gradient anyway, and `clip_grad_norm_` would read and write them all once more."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if clip:
+        coefficient = (clip / (norm + 1e-6)).clamp(max=1.0)  # what clip_grad_norm_ multiplies by
+        # Where fused optimizers look for what a GradScaler would tell them.
+        optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.zeros((), device=norm.device)  # type: ignore[attr-defined]
+    return norm
 
 
 def seed_step(seed: int, step: int, part: int) -> None:

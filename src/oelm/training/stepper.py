@@ -3,6 +3,7 @@
 Training is many of these with a folder around them (`session.py`); a benchmark is some of them with a clock.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,16 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.training import fast, parallel
+from oelm.training.half import HalfWeights
 from oelm.training.objective import Batch, Objective
-from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_rate, total_steps
+from oelm.training.schedule import (
+    clip_in_step,
+    learning_rate,
+    make_optimizer,
+    seed_step,
+    set_rate,
+    total_steps,
+)
 
 
 @dataclass(kw_only=True)
@@ -48,12 +57,13 @@ class Stepper:
         for micro in range(training.accumulate):
             part = micro * world + state.process_index
             items = batches.share(k, part, world * training.accumulate)
-            batch = self.objective.batch("train", items).to(state.device)
+            batch = self.objective.batch("train", items)
             tokens += batch.tokens
             seed_step(training.seed, number, part)
             if self.graphed is not None:
                 summed += self.graphed.backward(batch, 1 / count)
                 continue
+            batch = batch.to(state.device)
             with parallel.accumulating(self.model, micro == training.accumulate - 1):
                 with self.autocast():
                     loss = self.objective.loss(self.model, batch)
@@ -108,17 +118,28 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
 
 
 def _graphed_step(stepper: Stepper) -> fast.GraphedStep:
-    """The step's two halves, as they are recorded."""
+    """The step as it is recorded."""
     parameters = [p for p in stepper.raw.parameters() if p.requires_grad]
+    scale = torch.zeros((), device=stepper.state.device)
+    whole = stepper.config.training.accumulate == 1
+    half = HalfWeights(stepper.raw, torch.bfloat16) if stepper.precision == "bf16" else None
 
-    def forward(batch: Batch) -> Tensor:
-        with stepper.autocast():
-            return stepper.objective.loss(stepper.model, batch)
+    def compute(batch: Batch) -> Tensor:
+        if half is not None:
+            half.refresh()
+        with half.installed() if half is not None else nullcontext():
+            with stepper.autocast():
+                loss = stepper.objective.loss(stepper.model, batch) * scale
+            loss.backward()
+        if half is not None:
+            half.collect()
+        return loss.detach()
 
     def finish() -> Tensor:
-        norm = parallel.norm_of(parameters, stepper.config.training.clip)
+        norm = clip_in_step(stepper.optimizer, parameters, stepper.config.training.clip)
         stepper.optimizer.step()
-        stepper.optimizer.zero_grad(set_to_none=False)
+        # What is written anew need not be zero before; what is added to must keep its place.
+        stepper.optimizer.zero_grad(set_to_none=whole)
         return norm
 
-    return fast.GraphedStep(forward, finish, torch.zeros((), device=stepper.state.device))
+    return fast.GraphedStep(compute, finish, scale, whole)

@@ -1,0 +1,39 @@
+"""Rows of a matrix by number, with a backward pass that adds them where they belong.
+
+Indexing and `F.embedding` sort the numbers first, or walk all of them for every column: for the few thousand
+tokens of a step that takes longer than the additions themselves. Which of several equal numbers is added
+first is then left open, as it is in flash attention's backward pass on the same device;
+`torch.use_deterministic_algorithms` fixes the order.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of (B, T, C), counted through all texts, as (B, rows / B, C)."""
+    return x.flatten(0, 1).index_select(0, rows).view(x.shape[0], -1, x.shape[2])
+
+
+def look_up(weight: Tensor, ids: Tensor) -> Tensor:
+    """The embedding of every id."""
+    if weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
+        return Lookup.apply(weight, ids)  # type: ignore[no-untyped-call]
+    return F.embedding(ids, weight)
+
+
+class Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size = weight.shape
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.size).index_add_(0, ids.flatten(), grad.flatten(0, -2)), None

@@ -1,0 +1,83 @@
+"""Half-precision copies of the weights that are factors of matrix products, beside the optimizer's own.
+
+Autocast makes such copies too, with a kernel for each weight and another for each gradient, which on a fast
+GPU take longer than the small products between them. Here one kernel refreshes all of them, another widens
+all their gradients, those of frozen weights are made once, and q, k and v of an attention lie in one matrix.
+The values are the same.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from oelm.attention import SelfAttention
+
+
+class HalfWeights:
+    """The copies of a model's weights, made for it on its device. The model itself is not changed."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.joints: list[tuple[SelfAttention, torch.Tensor]] = []
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                parts = (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
+                joint = torch.cat([part.detach().to(dtype) for part in parts])
+                self.joints.append((module, joint))
+                for part, rows in zip(parts, joint.chunk(3), strict=True):
+                    copies[id(part)] = part, nn.Parameter(rows, part.requires_grad)
+        self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        for module in model.modules():
+            if type(module) not in (nn.Linear, Conv1D):  # others may not want what autocast would make
+                continue
+            for name, own in module.named_parameters(recurse=False):
+                if id(own) in embeddings:  # looked up in float32
+                    continue
+                if id(own) not in copies:
+                    copies[id(own)] = own, nn.Parameter(own.detach().to(dtype), own.requires_grad)
+                self.places.append((module, name, own, copies[id(own)][1]))
+        self.trained = [(own, copy) for own, copy in copies.values() if own.requires_grad]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over what the optimizer did."""
+        if self.trained:
+            torch._foreach_copy_([copy for _, copy in self.trained], [own for own, _ in self.trained])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model computes with the copies while this lasts."""
+        for module, name, _, copy in self.places:
+            module._parameters[name] = copy
+        for attention, joint in self.joints:
+            attention.joint = joint
+        try:
+            yield
+        finally:
+            for module, name, own, _ in self.places:
+                module._parameters[name] = own
+            for attention, _ in self.joints:
+                attention.joint = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Give the copies' gradients to the weights, or add them to those that are there."""
+        for added in (False, True):
+            pairs = [
+                (own, copy)
+                for own, copy in self.trained
+                if copy.grad is not None and added == (own.grad is not None)
+            ]
+            if not pairs:
+                continue
+            if not added:
+                for own, _ in pairs:
+                    own.grad = torch.empty_like(own)
+            gradients = [own.grad for own, _ in pairs], [copy.grad for _, copy in pairs]
+            (torch._foreach_add_ if added else torch._foreach_copy_)(*gradients)
+            for _, copy in pairs:
+                copy.grad = None
