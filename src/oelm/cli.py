@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm import cli_bench, cli_data, cli_experiments, cli_run, cli_study
+from oelm import cli_bench, cli_convert, cli_data, cli_experiments, cli_run, cli_study
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.version import __version__
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.add_typer(cli_data.app, name="data")
 app.command()(cli_experiments.experiments)
 app.command()(cli_bench.bench)
+app.command()(cli_convert.convert)
 app.registered_commands += cli_run.app.registered_commands + cli_study.app.registered_commands
 
 

@@ -3,7 +3,7 @@
 import copy
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,91 +13,33 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oelm.audit import audit, frozen_digest, method_of, record_of
+from oelm.changes import ConversionReport, Row
 from oelm.errors import UserError
 from oelm.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.fused import SplitQKV
 from oelm.gpt_config import OelmGPTConfig
 from oelm.method import HEAD_ROLES, Method, get_method, select_layers
+from oelm.moved import Sample, head_moves, score_changes, score_scales
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.version import __version__
 
-HUB_ARGUMENTS = (
-    "subfolder",
-    "revision",
-    "token",
-    "cache_dir",
-    "local_files_only",
-    "force_download",
-    "proxies",
-)
 
-
-@dataclass(frozen=True)
-class Row:
-    """What happened to one role: how it starts and what of it is frozen."""
-
-    role: str
-    tensors: int
-    heads: int
-    start: str
-    gain: str
-    frozen: str
-    parameters: int
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What `convert` did. Prints as a table."""
-
-    model: str
-    method: str
-    seed: int
-    init: str
-    total: int
-    frozen: int
-    rows: tuple[Row, ...] = field(repr=False)
-
-    @property
-    def trainable(self) -> int:
-        return self.total - self.frozen
-
-    def __str__(self) -> str:
-        header = ("role", "tensors", "heads", "starts as", "gain", "frozen", "parameters")
-        body = [
-            (r.role, str(r.tensors), str(r.heads or "-"), r.start, r.gain, r.frozen, f"{r.parameters:,}")
-            for r in self.rows
-        ]
-        widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
-        numeric = (1, 2, 6)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i in numeric else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in (header, *body)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        share = 100 * self.frozen / self.total
-        return "\n".join(
-            [
-                f"{self.model}: method {self.method}, seed {self.seed}",
-                *lines,
-                f"parameters {self.total:,} = {self.trainable:,} trainable"
-                f" + {self.frozen:,} frozen ({share:.1f} %)",
-            ]
-        )
-
-
-def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0) -> ConversionReport:
+def convert(
+    model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0, *, sample: Sample | None = None
+) -> ConversionReport:
     """Initialise and freeze what the method says, in place, and report it.
 
     The model keeps its class; `config.oelm` records what was done, and is saved with it. Anything
-    that cannot be done is refused before the model is touched.
+    that cannot be done is refused before the model is touched. On `sample`, a batch as the model takes it,
+    the report's scale of the scores is measured; without one it is predicted from the weights.
     """
     method = get_method(method)
     _refuse_unfit(model)
     own_config = copy.deepcopy(model.config)
-    report = apply_method(model, method, seed, _resolve_init(model, method))
+    report = apply_method(
+        model, method, seed, _resolve_init(model, method), measure=not _from_scratch(model), sample=sample
+    )
     # Two models may share one config object; what was done to one must not stand in the other's.
     shared, own_config.oelm = model.config, model.config.oelm
     for module in model.modules():
@@ -107,8 +49,18 @@ def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0
     return report
 
 
-def apply_method(model: PreTrainedModel, method: Method, seed: int, init: str) -> ConversionReport:
-    """What `convert` does, on the model's own config and with "fresh" or "own" decided."""
+def apply_method(
+    model: PreTrainedModel,
+    method: Method,
+    seed: int,
+    init: str,
+    measure: bool = False,
+    sample: Sample | None = None,
+) -> ConversionReport:
+    """What `convert` does, on the model's own config and with "fresh" or "own" decided.
+
+    `measure`: the report says how far each head moved, unless none does.
+    """
     try:
         seed = operator.index(seed)
     except TypeError:
@@ -122,6 +74,14 @@ def apply_method(model: PreTrainedModel, method: Method, seed: int, init: str) -
         (site, kind, _new_weight(site, kind, init, method, seed))
         for site in sites
         if (kind := method.start.get(site.role)) is not None
+    ]
+    measure = sample is not None or (measure and any(site.role in HEAD_ROLES for site, _, _ in new))
+    before = score_scales(model, sample) if measure else {}
+    moves = [
+        move
+        for site, _, weight in new
+        if measure and site.role in HEAD_ROLES
+        for move in head_moves(site, weight)
     ]
     # From here on nothing can fail: the model is changed.
     for site, kind, weight in new:
@@ -138,7 +98,13 @@ def apply_method(model: PreTrainedModel, method: Method, seed: int, init: str) -
         "version": __version__,
         "digest": frozen_digest(model, method),
     }
-    return _report(model, method, seed, init)
+    scales = score_changes(model, before, score_scales(model, sample)) if measure else []
+    return replace(
+        _report(model, method, seed, init),
+        heads=tuple(moves),
+        scores=tuple(scales),
+        scores_from="sample" if sample is not None else "weights",
+    )
 
 
 def refreeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -159,26 +125,9 @@ def refreeze(model: PreTrainedModel) -> PreTrainedModel:
 
 def load(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a converted model with its own class and its frozen state. `kwargs` go to `from_pretrained`."""
-    import transformers
-
-    import oelm.gpt
-
-    hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, **hub)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a model that can be loaded: {str(error).splitlines()[0]}") from None
-    if not getattr(config, "oelm", None):
+    if not getattr(load_config(path, **hub_arguments(kwargs)), "oelm", None):
         raise UserError(f"{path} was not converted by oelm: its config.json has no 'oelm' entry")
-    name = (config.architectures or [""])[0]
-    cls = getattr(oelm.gpt, name, None) or getattr(transformers, name, None)
-    if cls is None:
-        raise UserError(
-            f"{path}: config.json names the architecture {name!r}, which transformers does not know"
-        )
-    loaded = cls.from_pretrained(path, **kwargs)
-    refreeze(loaded[0] if isinstance(loaded, tuple) else loaded)
-    return loaded
+    return refreeze(load_as_saved(path, **kwargs))
 
 
 def release(model: PreTrainedModel) -> PreTrainedModel:
@@ -240,8 +189,11 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
 def _resolve_init(model: PreTrainedModel, method: Method) -> str:
     if method.init != "auto":
         return method.init
-    from_scratch = model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
-    return "fresh" if from_scratch else "own"
+    return "fresh" if _from_scratch(model) else "own"
+
+
+def _from_scratch(model: PreTrainedModel) -> bool:
+    return model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
 
 
 def _is_drawn(kind: str, init: str) -> bool:

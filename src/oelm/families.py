@@ -161,6 +161,7 @@ class Site:
     module: nn.Module
     heads: int = 1
     part: int | None = None  # of a fused, unsplit matrix
+    split: bool = False  # a part of one that was fused
     layout: str = "concat"
     score_scale: float = 1.0
 
@@ -169,6 +170,17 @@ class Site:
         """The weight in `nn.Linear`'s layout, (out, in); for a fused part, a copy-free view or a copy."""
         view = self._view(as_linear(self.module))
         return view.reshape(-1, view.shape[-1])
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = getattr(self.module, "bias", None)
+        return None if bias is None else self._view(bias).reshape(-1)
+
+    @property
+    def attention(self) -> str:
+        """The module that calls this projection: the same for q and k of one attention."""
+        holder = self.path.rpartition(".")[0]
+        return holder.rpartition(".")[0] if self.split else holder
 
     @property
     def head_dim(self) -> int:
@@ -186,7 +198,7 @@ class Site:
     def zero_bias(self) -> None:
         bias = getattr(self.module, "bias", None)
         if bias is not None:
-            self._view(bias.data).zero_()
+            self._view(bias.data).zero_()  # not `self.bias`, which may be a copy
 
     def _view(self, tensor: Tensor) -> Tensor:
         return tensor if self.part is None else part_view(tensor, self.part, self.heads, self.layout)
@@ -200,6 +212,11 @@ def family_of(model: nn.Module) -> Family:
             f"{type(model).__name__} is not a plain Hugging Face model; "
             "if it is wrapped (DDP, torch.compile, PEFT), convert it before wrapping"
         )
+    return family_row(model_type)
+
+
+def family_row(model_type: str) -> Family:
+    """The table's row for a `config.model_type`."""
     if model_type not in FAMILIES:
         raise UserError(
             f"no table row for architecture {model_type!r}; supported: {', '.join(FAMILIES)}. To add one: "
@@ -251,14 +268,14 @@ def _attention_sites(
                 )
         for layer, key in found:
             projection, module = modules[key]
-            path, name, part = projection, f"{key}.weight", None
+            path, name, part, split = projection, f"{key}.weight", None, False
             if fused:
                 name = f"{key}.{role}.weight"
-                if isinstance(module, SplitQKV):
+                if split := isinstance(module, SplitQKV):
                     path, module = f"{path}.{role}", getattr(module, role)
                 else:
                     part = PARTS.index(role)
-            site = Site(role, layer, len(found), path, name, module, heads, part, attention.layout)
+            site = Site(role, layer, len(found), path, name, module, heads, part, split, attention.layout)
             if role in ("q", "k"):
                 site.score_scale = _score_scale(model, family, projection, site)
             yield site

@@ -1,7 +1,6 @@
 """What a run leaves behind: estimates before it, timings, results.json, the trained model and its card."""
 
 import resource
-import shutil
 import statistics
 import time
 from dataclasses import asdict
@@ -12,12 +11,10 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-from oelm.atomic import sync_files
 from oelm.config import RunConfig
 from oelm.errors import UserError
-from oelm.gpt_config import OelmGPTConfig
+from oelm.model_folder import model_card, write_model
 from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
 
@@ -206,40 +203,33 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
 
 def save_model(session: "Session", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
-    final = session.folder.path / "model"
-    beside = session.folder.path / ".model.part"
-    shutil.rmtree(beside, ignore_errors=True)
-    disable_progress_bar()  # transformers' own; ours shows what matters
     session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))  # what `oelm predict` must know
-    session.raw.save_pretrained(beside, state_dict=weights)
-    session.store.tokenizer().save_pretrained(beside)
-    (beside / "README.md").write_text(model_card(session, results), encoding="utf-8")
-    sync_files(beside)
-    shutil.rmtree(final, ignore_errors=True)
-    beside.rename(final)
+    card = trained_card(session, results)
+    write_model(session.folder.path / "model", session.raw, session.store.tokenizer(), card, weights)
 
 
-def model_card(session: "Session", results: dict[str, Any]) -> str:
-    """What anyone who finds the model should know."""
-    report = session.report
-    share = 100 * report.frozen / report.total
-    numbers = "\n".join(
-        f"| {name} | {value:.4f} |"
+def trained_card(session: "Session", results: dict[str, Any]) -> str:
+    """The card of a trained model: its data and what it reaches on them, beside how it was made."""
+    store, best = session.store, results["best"]
+    sizes = ", ".join(f"{len(store[split]):,} {split}" for split in ("train", *SPLITS))
+    table = "\n".join(
+        f"| {name} | {value:.4f} | {_beside(name, results['references'])} |"
         for name, value in results["test"]["metrics"].items()
         if isinstance(value, int | float)
     )
-    warnings = "".join(f"- {text}\n" for text in results["warnings"])
-    chosen = f"step {results['best']['step']} of {results['steps']} on the {results['best']['split']} split"
-    lines = [
-        "---\nlibrary_name: transformers\ntags: [oelm]\n---\n",
-        f"# {type(session.raw).__name__} on {session.store.task}\n",
-        f"Trained with OELM Transformers by method `{report.method}`",
-        f"(seed {report.seed}, {report.init} start): {report.frozen:,} of {report.total:,} parameters",
-        f"({share:.1f} %) are frozen. Chosen at {chosen}; rate {results['lr']}. On the test split:\n",
-        f"| metric | value |\n|---|---|\n{numbers}\n",
-        f"Notes:\n\n{warnings}" if warnings else "",
-        "`import oelm` lets transformers load it, frozen as it was."
-        if session.raw.config.model_type == OelmGPTConfig.model_type
-        else "Plain transformers loads an ordinary, trainable checkpoint; `oelm.load` brings it back frozen.",
+    body = [
+        f"## Data\n\n{store.task}: {sizes} items; fingerprint `{store.fingerprint}`.",
+        f"## Results\n\nLearning rate {results['lr']:g}, {results['steps']:,} steps; chosen at step "
+        f"{best['step']} on the {best['split']} split. On the test split:\n\n"
+        f"| metric | value | trivial references |\n|---|---|---|\n{table}",
     ]
-    return "\n".join(lines) + "\n"
+    if results["warnings"]:
+        body.append("## Notes\n\n" + "\n".join(f"- {text}" for text in results["warnings"]))
+    return model_card(
+        f"{type(session.raw).__name__} on {store.task}", session.raw, session.report, results["model"], body
+    )
+
+
+def _beside(metric: str, references: dict[str, Any]) -> str:
+    found = {name: splits.get("test", {}).get(metric) for name, splits in references.items()}
+    return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if value is not None)
