@@ -107,7 +107,7 @@ class Store:
         """The tokenizer the store was made with, as transformers loads it."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+        return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
 
 
 def open_store(folder: str | Path) -> Store:

@@ -72,7 +72,7 @@ def _from_folder(folder: Path) -> Any:
 
     try:
         if there("tokenizer.json") or there("tokenizer_config.json"):
-            return AutoTokenizer.from_pretrained(folder)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if there("vocab.json", "merges.txt"):
             return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
         if there("vocab.txt"):
@@ -89,7 +89,7 @@ def _from_hub(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever the network or the hub may answer
         raise UserError(
             f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); "

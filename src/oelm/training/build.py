@@ -1,5 +1,6 @@
 """From a configuration to a model that fits its data: built or loaded, checked, converted."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from oelm.config import RunConfig
 from oelm.convert import ConversionReport, convert
 from oelm.data import Store
 from oelm.errors import UserError
+from oelm.families import family_row
 from oelm.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.method import Method
+from oelm.pretrained import load_checkpoint, load_config
 
 _REFERENCE = {
     "AutoModelForSequenceClassification": gpt.OelmGPTForSequenceClassification,
@@ -31,13 +34,16 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     name = config.model.name or "gpt-tiny"
     seed = config.training.seed
     model: PreTrainedModel
+    new: set[str] = set()
     if name in PRESETS:
         model = _REFERENCE[auto_class](_reference_config(config, store, name))
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
-        model = _load(config, store, auto_class, name)
+        model, new = _load(config, store, auto_class, name)
     _check_fit(model, store, config)
     report = convert(model, Method.from_dict(config.method.overrides()), seed=seed)
+    if new:
+        report = replace(report, notes=(f"{', '.join(sorted(new))}: new, for this task",))
     return model, report
 
 
@@ -69,30 +75,25 @@ def _labels(store: Store) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> PreTrainedModel:
-    """A pretrained model from a folder or the hub, with a head for this task."""
+def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, set[str]]:
+    """A pretrained model from a folder or the hub, with a head for this task; and which tensors are new."""
     fields = _labels(store) if auto_class != "AutoModelForCausalLM" else {}
+    if auto_class == "AutoModelForQuestionAnswering":
+        fields["num_labels"] = 2  # where an answer starts and ends, whatever the checkpoint was made for
     for key in ("positions", "pooling"):
         if getattr(config.model, key) is not None:
             raise UserError(f"model.{key} is for a reference GPT from scratch; {name} has its own")
-    try:
-        known = transformers.AutoConfig.from_pretrained(name)
-        fields |= _dropout(known, config)
-        # A head for other classes starts anew; everything else must fit.
-        other_head = "num_labels" in fields and known.num_labels != fields["num_labels"]
-        model = getattr(transformers, auto_class).from_pretrained(
-            name, dtype=torch.float32, ignore_mismatched_sizes=other_head, **fields
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model {name!r} is no known size ({', '.join(PRESETS)}) and cannot be loaded: {first}"
-        ) from None
+    known = load_config(name)
+    family_row(known.model_type)  # before its weights are fetched
+    fields |= _dropout(known, config)
+    model, new = load_checkpoint(
+        getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
+    )
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         from oelm.convert import release
 
         release(model)
-    return model
+    return model, new
 
 
 # What the families call their dropout rates.

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import oelm.gpt  # registers the reference GPT
 from oelm.atomic import read_json
 from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
@@ -22,9 +19,10 @@ from oelm.data import TASKS, Choice, Store
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
+from oelm.pretrained import check_checkpoint, load_as_saved, load_config
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
-from oelm.training.objective import Classification, make_objective
+from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
 
 TEXTS = 32  # per batch of predictions
@@ -78,6 +76,8 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
 def prepared_store(config: RunConfig, show: bool) -> Store:
     """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
     assert config.model.name is not None
+    if config.model.name not in PRESETS:
+        check_checkpoint(config.model.name)
     choice = choice_of(config.task, config.model.name)
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
@@ -105,7 +105,7 @@ class Trained:
             raise UserError(f"{path} {what}")
         self.device = process_state().device
         self.model: Any = _load_model(self.folder).to(self.device).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        self.tokenizer = load_tokenizer(str(self.folder))
 
     @property
     def max_length(self) -> int:
@@ -183,7 +183,7 @@ class Trained:
         """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`."""
         store = self.store(changes)
         objective = make_objective(store, self.max_length, 0.0, "none")
-        if isinstance(objective, Classification):
+        if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
@@ -226,18 +226,6 @@ class Trained:
 
 def _load_model(folder: Path) -> PreTrainedModel:
     disable_progress_bar()  # loading takes a moment only
-    try:
-        return _load_as_saved(folder)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
-
-
-def _load_as_saved(folder: Path) -> PreTrainedModel:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if getattr(config, "oelm", None):
+    if getattr(load_config(str(folder)), "oelm", None):
         return load(str(folder), dtype=torch.float32)
-    name = (config.architectures or [""])[0]
-    cls = getattr(oelm.gpt, name, None) or getattr(transformers, name, None)
-    if cls is None:
-        raise UserError(f"{folder}: config.json names no architecture that can be loaded")
-    return cls.from_pretrained(folder, dtype=torch.float32)
+    return load_as_saved(str(folder), dtype=torch.float32)
