@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from oelm.cli_options import AsJson
+from oelm.cli_options import AsJson, MaxTargetLength, Target
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
 
@@ -48,6 +48,7 @@ def inspect(
     text: Text = "text",
     text_pair: TextPair = None,
     label: Label = "label",
+    target: Target = None,
     test_file: TestFile = None,
     train_size: TrainSize = None,
     split_seed: SplitSeed = 0,
@@ -55,11 +56,13 @@ def inspect(
     data_dir: DataDir = None,
     tokenizer: TokenizerName = None,
     max_length: MaxLength = 512,
+    max_target_length: MaxTargetLength = None,
     as_json: AsJson = False,
 ) -> None:
     """Class balance, lengths, truncation, duplicates.
 
-    Example: oelm data inspect my.csv --text body --label topic
+    Examples: oelm data inspect my.csv --text body --label topic;
+    oelm data inspect pairs.csv --text article --target summary
     """
     from oelm.data import Choice
     from oelm.data.checks import describe, render
@@ -76,6 +79,8 @@ def inspect(
         data_dir,
         tokenizer,
         max_length,
+        target,
+        max_target_length,
     )
     store = choice.store(show_progress=not as_json)
     report = describe(store)
@@ -88,6 +93,7 @@ def prepare(
     text: Text = "text",
     text_pair: TextPair = None,
     label: Label = "label",
+    target: Target = None,
     test_file: TestFile = None,
     train_size: TrainSize = None,
     split_seed: SplitSeed = 0,
@@ -95,6 +101,7 @@ def prepare(
     data_dir: DataDir = None,
     tokenizer: TokenizerName = None,
     max_length: MaxLength = 512,
+    max_target_length: MaxTargetLength = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also copy the prepared folder here.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -117,6 +124,8 @@ def prepare(
         data_dir,
         tokenizer,
         max_length,
+        target,
+        max_target_length,
     )
     store = choice.store(show_progress=not as_json)
     if out is not None:

@@ -29,10 +29,12 @@ def train(
     text: options.Text = None,
     text_pair: options.TextPair = None,
     label: options.Label = None,
+    target: options.Target = None,
     test_file: options.TestFile = None,
     train_size: options.TrainSize = None,
     train_on: options.TrainOn = None,
     max_length: options.MaxLength = None,
+    max_target_length: options.MaxTargetLength = None,
     tokenizer: options.Tokenizer = None,
     data_dir: options.DataDir = None,
     model: options.Model = None,
@@ -61,7 +63,8 @@ def train(
     """Train one model and record everything.
 
     Examples: oelm train --task sst2 --method oelm --lr 1e-3 --out runs/x; oelm train GPT-02;
-    oelm train --data my.csv --text body --label topic
+    oelm train --data my.csv --text body --label topic;
+    oelm train --data my.csv --text article --target summary --model t5-small
     """
     from oelm.config import FLAGS
 
@@ -179,7 +182,7 @@ def predict(
     run: Run,
     file: Annotated[typer.FileText, typer.Argument(help="One text per line; - is standard input.")] = "-",  # type: ignore[assignment]
 ) -> None:
-    """Labels for lines of text, as JSONL. Example: echo 'a fine film' | oelm predict runs/x"""
+    """Labels or targets for lines of text, as JSONL. Example: echo 'a fine film' | oelm predict runs/x"""
     from oelm.training.trained import Trained
 
     for answer in Trained(run).predict(line.rstrip("\n") for line in file):
@@ -195,10 +198,15 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
 ) -> None:
-    """Let a language model go on from a prompt. Example: oelm generate runs/x 'Once upon a time'"""
+    """Let a language model go on from a prompt, or an encoder-decoder write a target for it.
+
+    Example: oelm generate runs/x 'Once upon a time'
+    """
     from oelm.training.trained import Trained
 
-    typer.echo(prompt + Trained(run).generate(prompt, tokens, temperature, top_k, seed))
+    trained = Trained(run)
+    written = trained.generate(prompt, tokens, temperature, top_k, seed)
+    typer.echo(written if trained.writes else prompt + written)
 
 
 @app.command()

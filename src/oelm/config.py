@@ -30,11 +30,13 @@ class TaskConfig:
     text: str = "text"
     text_pair: str | None = None
     label: str = "label"
+    target: str | None = None  # a text to be written for the text: sequence to sequence
     test_file: str | None = None
     train_on: str | None = None
     train_size: int | None = None
     split_seed: int = 0
     max_length: int = 512
+    max_target_length: int | None = None  # None: max_length
     tokenizer: str | None = None  # None: gpt2 for a task, train:8192 for a file, the model's own otherwise
     data_dir: str | None = None
 
@@ -192,10 +194,12 @@ FLAGS = {
     "text": "task.text",
     "text_pair": "task.text_pair",
     "label": "task.label",
+    "target": "task.target",
     "test_file": "task.test_file",
     "train_size": "task.train_size",
     "train_on": "task.train_on",
     "max_length": "task.max_length",
+    "max_target_length": "task.max_target_length",
     "tokenizer": "task.tokenizer",
     "data_dir": "task.data_dir",
     "model": "model.name",

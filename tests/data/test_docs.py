@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oelm import cli
-from tests.data.made import labelled
+from tests.data.made import ciphers, labelled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
@@ -31,8 +31,10 @@ def _run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_commands_for_a_file_and_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     labelled(tmp_path / "my.csv", 400)
-    commands = [command for command in _commands() if "my.csv" in command]
-    assert len(commands) == 3
+    texts = ciphers(tmp_path / "articles.csv", 100).read_text()
+    (tmp_path / "articles.csv").write_text(texts.replace("source,target", "article,summary"))
+    commands = [command for command in _commands() if ".csv" in command]
+    assert len(commands) == 4
     for command in commands:
         assert _run(command, monkeypatch) == 0, command
     for program in _blocks("python"):
@@ -40,7 +42,7 @@ def test_the_commands_for_a_file_and_the_program(tmp_path: Path, monkeypatch: py
 
 
 def test_the_commands_for_tasks(data_dir: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = [command for command in _commands() if "my.csv" not in command]
+    commands = [command for command in _commands() if ".csv" not in command]
     assert len(commands) == 4
     for command in commands:
         assert _run(command, monkeypatch) == 0, command

@@ -5,9 +5,7 @@ one of them. Items of one question share its id. The splits that are measured al
 the characters it came from, and the documents and right answers themselves (`references`).
 """
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +15,7 @@ from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.preparation import item_dtypes, split_chunks
 from oelm.data.store import IGNORE, Split
 from oelm.data.tokenizer import Encoder
-from oelm.data.writer import split_writers
+from oelm.data.writer import reference_files, split_writers
 from oelm.errors import UserError
 
 OVERLAP = 128  # tokens two neighbouring windows share
@@ -33,12 +31,7 @@ def write_questions(
     base = item_dtypes(encoder, dataset) | per_window | ({"second": np.uint32} if encoder.typed else {})
     measured = base | {"chars_from": np.uint32, "chars_to": np.uint32}
     dtypes = {split: base if split == "train" else measured for split in SPLITS}
-    with contextlib.ExitStack() as stack:
-        writers = stack.enter_context(split_writers(folder, dtypes))
-        references = {
-            split: stack.enter_context((folder / f"{split}.references.jsonl").open("w", encoding="utf-8"))
-            for split in SPLITS[1:]
-        }
+    with split_writers(folder, dtypes) as writers, reference_files(folder, SPLITS[1:]) as references:
         for part, split, rows, ids, chunk in split_chunks(dataset, show):
             given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
             answers = [_answers(part, row, context, found) for row, context, found in given]
@@ -49,9 +42,6 @@ def write_questions(
                 del windows["chars_from"], windows["chars_to"]
             size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
             writers[split].append(bytes=size, **windows)
-        for file in references.values():
-            file.flush()
-            os.fsync(file.fileno())
         return {split: writer.close() for split, writer in writers.items()}
 
 
@@ -127,7 +117,7 @@ def _token_span(chars: np.ndarray, span: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_references(split: Split) -> dict[int, dict[str, Any]]:
-    """By id: the document and the right answers of each question of a measured split."""
+    """By id: what the texts of a measured split are compared with (`write_questions`, `write_sequences`)."""
     with (split.folder / f"{split.name}.references.jsonl").open(encoding="utf-8") as file:
         return {record["id"]: record for record in map(json.loads, file)}
 

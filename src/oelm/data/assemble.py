@@ -19,7 +19,7 @@ class Padded:
     ids: Array  # (B,) the items' ids in the store
     input_ids: torch.Tensor  # (B, L)
     attention_mask: torch.Tensor  # (B, L) 1 = token, 0 = padding
-    labels: torch.Tensor | None = None  # (B,) classes, or (B, L) tags
+    labels: torch.Tensor | None = None  # (B,) classes, (B, L) tags, or (B, T) targets
     token_type_ids: torch.Tensor | None = None  # (B, L)
     start_positions: torch.Tensor | None = None  # (B,) question answering
     end_positions: torch.Tensor | None = None  # (B,)
@@ -82,16 +82,24 @@ def filled(batch: Packed, longest: int) -> Packed:
     )
 
 
-def _gather(split: Split, items: Array) -> tuple[Array, Array]:
+def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
     """Flat places of the items' tokens, and the items' lengths."""
-    starts = split.offsets[items]
-    lengths = split.offsets[items + 1] - starts
+    starts = offsets[items]
+    lengths = offsets[items + 1] - starts
     return ranges(starts, lengths), lengths
+
+
+def _padded(flat: Array, lengths: Array, fill: int) -> tuple[Array, Array]:
+    """Items that stand end to end as rows, and where a row is theirs."""
+    real = np.arange(int(lengths.max())) < lengths[:, None]
+    rows = np.full(real.shape, fill, dtype=np.int64)
+    rows[real] = flat
+    return rows, real
 
 
 def packed_batch(split: Split, items: Array) -> Packed:
     """The items of a share, end to end."""
-    places, lengths = _gather(split, items)
+    places, lengths = _gather(split.offsets, items)
     ends = np.cumsum(lengths)
     positions = np.arange(len(places)) - np.repeat(ends - lengths, lengths)
     batch = Packed(
@@ -112,18 +120,17 @@ def packed_batch(split: Split, items: Array) -> Packed:
 
 def padded_batch(split: Split, items: Array, pad_id: int) -> Padded:
     """The items of a share, padded to their own longest."""
-    places, lengths = _gather(split, items)
-    position = np.arange(int(lengths.max()))
-    real = position < lengths[:, None]
-    tokens = np.full(real.shape, pad_id, dtype=np.int64)
-    tokens[real] = split.tokens[places]
+    places, lengths = _gather(split.offsets, items)
+    tokens, real = _padded(split.tokens[places], lengths, pad_id)
+    position = np.arange(real.shape[1])
     batch = Padded(ids=split.ids[items], input_ids=torch.from_numpy(tokens), attention_mask=_long(real))
     if split.has("labels"):
         batch.labels = torch.from_numpy(split.labels[items])
     if split.has("tags"):
-        tags = np.full(real.shape, IGNORE, dtype=np.int64)
-        tags[real] = split.tags[places]
-        batch.labels = torch.from_numpy(tags)
+        batch.labels = torch.from_numpy(_padded(split.tags[places], lengths, IGNORE)[0])
+    if split.has("target_tokens"):
+        places, lengths = _gather(split.target_offsets, items)
+        batch.labels = torch.from_numpy(_padded(split.target_tokens[places], lengths, IGNORE)[0])
     if split.second is not None:
         batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
     if split.has("starts"):

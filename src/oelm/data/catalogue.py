@@ -13,6 +13,7 @@ CLASSIFICATION = "classification"
 LM = "lm"
 TOKENS = "token-classification"
 QA = "question-answering"
+SEQ2SEQ = "seq2seq"
 NLI = ("entailment", "neutral", "contradiction")
 
 

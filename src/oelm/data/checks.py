@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, LM
+from oelm.data.catalogue import CLASSIFICATION, LM, SEQ2SEQ
 from oelm.data.store import Split, Store
 
 BAR = 30  # characters of the longest bar in a histogram
@@ -19,6 +19,7 @@ def describe(store: Store) -> dict[str, Any]:
         "fingerprint": store.fingerprint,
         "tokenizer": store.meta["tokenizer"],
         "max_length": store.max_length,
+        **({"max_target_length": store.max_target_length} if store.kind == SEQ2SEQ else {}),
         "label_names": store.label_names,
         "splits": {name: _describe_split(store, split) for name, split in store.splits.items()},
         "duplicates": store.meta["duplicates"],
@@ -31,13 +32,21 @@ def _describe_split(store: Store, split: Split) -> dict[str, Any]:
     found: dict[str, Any] = {key: split.meta[key] for key in ("items", "tokens", "bytes")}
     if store.kind == LM:
         return found | {"bytes_per_token": split.bytes / max(1, len(split.tokens))}
-    found |= {"truncated_share": split.meta["truncated"] / len(split), "lengths": histogram(split.lengths)}
-    found |= {f"length_{q}": int(np.quantile(split.lengths, q / 100)) for q in (50, 90, 100)}
+    found |= _describe_lengths(split, "", split.lengths)
+    if store.kind == SEQ2SEQ:
+        found |= {f"target_{key}": split.meta[f"target_{key}"] for key in ("tokens", "bytes")}
+        found |= _describe_lengths(split, "target_", split.target_lengths)
     if "class_counts" in split.meta:
         found["class_counts"] = dict(zip(store.label_names, split.meta["class_counts"], strict=True))
     if store.kind == CLASSIFICATION:
         found["majority_share"] = max(split.meta["class_counts"]) / len(split)
     return found
+
+
+def _describe_lengths(split: Split, prefix: str, lengths: np.ndarray) -> dict[str, Any]:
+    quantiles = {f"{prefix}length_{q}": int(np.quantile(lengths, q / 100)) for q in (50, 90, 100)}
+    cut = split.meta[f"{prefix}truncated"] / len(split)
+    return {f"{prefix}truncated_share": cut, f"{prefix}lengths": histogram(lengths), **quantiles}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -56,7 +65,7 @@ def render(report: dict[str, Any]) -> str:
     vocabulary = f"{tokenizer['name']} ({tokenizer['vocab_size']:,} tokens)"
     lines = [f"{report['task']} ({report['kind']}), tokenizer {vocabulary}"]
     for name, split in report["splits"].items():
-        lines += ["", *_render_split(name, split, report["max_length"])]
+        lines += ["", *_render_split(name, split, report["max_length"], report.get("max_target_length"))]
     twice = [f"{pair} {count:,}" for pair, count in report["duplicates"].items()]
     if twice:
         lines += ["", f"duplicates between splits: {', '.join(twice)}"]
@@ -64,20 +73,33 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"prepared in {report['folder']}"])
 
 
-def _render_split(name: str, split: dict[str, Any], max_length: int) -> list[str]:
+def _render_split(
+    name: str, split: dict[str, Any], max_length: int, max_target_length: int | None
+) -> list[str]:
     unit = "items" if "lengths" in split else "rows"
     size = f"{split['items']:,} {unit}, {split['tokens']:,} tokens, {split['bytes']:,} bytes of text"
     if "lengths" not in split:
         return [f"{name}: {size}, {split['bytes_per_token']:.2f} bytes a token"]
-    lines = [
-        f"{name}: {size}",
-        f"  tokens an item: median {split['length_50']}, 90 % up to {split['length_90']}, longest "
-        f"{split['length_100']}; {split['truncated_share']:.1%} cut at {max_length}",
-    ]
-    most = max(count for _, count in split["lengths"])
-    for bound, count in split["lengths"]:
-        lines.append(f"  {'up to ' + str(bound):>12} {count:>9,} {'#' * round(BAR * count / most)}")
+    if max_target_length is None:
+        lines = [f"{name}: {size}", *_render_lengths(split, "", "an item", max_length)]
+    else:
+        written = f"{split['target_tokens']:,} tokens, {split['target_bytes']:,} bytes of targets"
+        lines = [f"{name}: {size}; {written}", *_render_lengths(split, "", "a source", max_length)]
+        lines += _render_lengths(split, "target_", "a target", max_target_length)
     total = sum(split.get("class_counts", {}).values())
     for label, count in split.get("class_counts", {}).items():
         lines.append(f"  {label[:30]:>30} {count:>9,} {count / total:6.1%}")
+    return lines
+
+
+def _render_lengths(split: dict[str, Any], prefix: str, what: str, limit: int) -> list[str]:
+    median, most_of, longest = (split[f"{prefix}length_{q}"] for q in (50, 90, 100))
+    lines = [
+        f"  tokens {what}: median {median}, 90 % up to {most_of}, longest {longest}; "
+        f"{split[f'{prefix}truncated_share']:.1%} cut at {limit}"
+    ]
+    bins = split[f"{prefix}lengths"]
+    most = max(count for _, count in bins)
+    for bound, count in bins:
+        lines.append(f"  {'up to ' + str(bound):>12} {count:>9,} {'#' * round(BAR * count / most)}")
     return lines

@@ -29,11 +29,13 @@ class Choice:
     data_dir: str | Path | None = None
     tokenizer: str | None = None
     max_length: int = 512
+    target: str | None = None
+    max_target_length: int | None = None
 
     def load(self) -> Dataset:
         """The rows, checked and assigned to splits."""
         if self.data in TASKS:
-            for name in ("text_pair", "test_file"):
+            for name in ("text_pair", "test_file", "target"):
                 if getattr(self, name) is not None:
                     raise UserError(
                         f"{self.data} is a task with fixed columns and splits; {name} is for files"
@@ -45,7 +47,7 @@ class Choice:
             raise UserError(f"{self.data!r} is neither a task (see `oelm data list`) nor a file")
         return load_file(
             self.data, text=self.text, text_pair=self.text_pair, label=self.label, test_file=self.test_file,
-            train_size=self.train_size, split_seed=self.split_seed,
+            train_size=self.train_size, split_seed=self.split_seed, target=self.target,
         )  # fmt: skip
 
     def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:
@@ -57,6 +59,7 @@ class Choice:
             self.load(),
             tokenizer=tokenizer,
             max_length=self.max_length,
+            max_target_length=self.max_target_length,
             cache=cache,
             show_progress=show_progress,
         )

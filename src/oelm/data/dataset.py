@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, QA, TOKENS
+from oelm.data.catalogue import CLASSIFICATION, QA, SEQ2SEQ, TOKENS
 from oelm.data.files import Chunk, Source
 from oelm.data.shuffle import text_key
 from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
@@ -92,11 +92,14 @@ def item_texts(kind: str, row: dict[str, Any]) -> tuple[str, ...]:
         return (" ".join(row["tokens"]),)
     if kind == QA:
         return (row["context"], row["question"])
+    if kind == SEQ2SEQ:
+        return (row["text"], row["target"])
     return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
 
 
 def survey(dataset: Dataset, part: Part) -> None:
     """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty."""
+    written = dataset.kind == SEQ2SEQ  # then both texts are needed, and the source alone makes a duplicate
     keys: list[int] = []
     groups: list[int] = []
     empty: list[bool] = []
@@ -106,9 +109,10 @@ def survey(dataset: Dataset, part: Part) -> None:
             check_values(part, role, values, first)
         for row in zip(*columns.values(), strict=True):
             texts = item_texts(dataset.kind, dict(zip(columns, row, strict=True)))
-            keys.append(text_key(*texts))
+            keys.append(text_key(*(texts[:1] if written else texts)))
             groups.append(text_key(texts[0]))
-            empty.append(not any(text and not text.isspace() for text in texts))
+            there = [bool(text and not text.isspace()) for text in texts]
+            empty.append(not (all(there) if written else any(there)))
         part.values.extend(chunk.get("label", []))
     part.keys = np.array(keys, dtype=np.uint64)
     part.groups = np.array(groups, dtype=np.uint64)
@@ -186,8 +190,8 @@ def cut_train(dataset: Dataset, size: int, seed: int) -> None:
     classes = len(np.unique(labels[rows]))
     if not max(1, classes) <= size <= len(rows):
         raise UserError(
-            f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows "
-            f"in {classes} classes"
+            f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows"
+            + (f" in {classes} classes" if dataset.kind == CLASSIFICATION else "")
         )
     mask = np.zeros(len(free), dtype=bool)
     mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, LM, QA, TOKENS
+from oelm.data.catalogue import CLASSIFICATION, LM, QA, SEQ2SEQ, TOKENS
 from oelm.data.dataset import SPLITS, Dataset, Part, item_texts
 from oelm.data.files import Chunk
 from oelm.data.progress import progress
@@ -24,19 +24,24 @@ def prepare(
     *,
     tokenizer: str = "train:8192",
     max_length: int = 512,
+    max_target_length: int | None = None,
     cache: str | Path | None = None,
     show_progress: bool = False,
 ) -> Store:
     """The store of a data set under a tokenizer: from the cache where it is there, made otherwise.
 
     `tokenizer` is a name ("gpt2"), a folder, a hub id, or "train:8192" (learned from the train split).
+    Targets are cut at `max_target_length`, or where that is None at `max_length` as their sources are.
     """
+    max_target_length = max_length if max_target_length is None else max_target_length
     size = trained_size(tokenizer)
     loaded = None if size else load_tokenizer(tokenizer)
     options: dict[str, Any] = {"version": VERSION, "data": dataset.fingerprint()}
     options["tokenizer"] = tokenizer if loaded is None else _tokenizer_digest(loaded)
     if dataset.kind != LM:  # a corpus is cut into windows only when it is read
         options["max_length"] = max_length
+    if dataset.kind == SEQ2SEQ:
+        options["max_target_length"] = max_target_length
     fingerprint = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def make(folder: Path) -> dict[str, Any]:
@@ -44,13 +49,15 @@ def prepare(
         if used is None:
             used = train_tokenizer(training_texts(dataset, show_progress), size or 0)
         used.save_pretrained(folder / "tokenizer")
-        splits = _write(dataset, used, max_length, folder, show_progress)
-        return _manifest(dataset, tokenizer, used, max_length, splits)
+        splits = _write(dataset, used, max_length, max_target_length, folder, show_progress)
+        return _manifest(dataset, tokenizer, used, max_length, max_target_length, splits)
 
     return cached_store(cache_dir(cache), _safe(dataset.name), fingerprint, make)
 
 
-def _write(dataset: Dataset, tokenizer: Any, max_length: int, folder: Path, show: bool) -> dict[str, Any]:
+def _write(
+    dataset: Dataset, tokenizer: Any, max_length: int, max_target_length: int, folder: Path, show: bool
+) -> dict[str, Any]:
     if dataset.kind == LM:
         from oelm.data.corpus import write_corpus
 
@@ -63,6 +70,10 @@ def _write(dataset: Dataset, tokenizer: Any, max_length: int, folder: Path, show
         from oelm.data.answers import write_questions
 
         return write_questions(dataset, tokenizer, max_length, folder, show)
+    if dataset.kind == SEQ2SEQ:
+        from oelm.data.sequences import write_sequences
+
+        return write_sequences(dataset, tokenizer, max_length, max_target_length, folder, show)
     return write_classified(dataset, tokenizer, max_length, folder, show)
 
 
@@ -110,7 +121,7 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.n
         for part in dataset.parts:
             for first, chunk in part.rows():
                 for role, values in chunk.items():
-                    if role in ("text", "text_pair", "question", "context"):
+                    if role in ("text", "text_pair", "question", "context", "target"):
                         chunk[role] = [value or "" for value in values]
                 size = len(next(iter(chunk.values())))
                 codes = part.split[first : first + size]
@@ -143,19 +154,28 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _manifest(
-    dataset: Dataset, name: str, tokenizer: Any, max_length: int, splits: dict[str, Any]
+    dataset: Dataset,
+    name: str,
+    tokenizer: Any,
+    max_length: int,
+    max_target_length: int,
+    splits: dict[str, Any],
 ) -> dict[str, Any]:
     warnings = list(dataset.warnings)
     for split, meta in splits.items():
         if meta["truncated"]:
             share = meta["truncated"] / meta["items"]
             warnings.append(f"{share:.1%} of the {split} items are cut at {max_length} tokens")
+        if meta.get("target_truncated"):
+            share = meta["target_truncated"] / meta["items"]
+            warnings.append(f"{share:.1%} of the {split} targets are cut at {max_target_length} tokens")
     return {
         "task": dataset.name,
         "kind": dataset.kind,
         "metric": dataset.metric,
         "label_names": dataset.label_names,
         "max_length": max_length,
+        **({"max_target_length": max_target_length} if dataset.kind == SEQ2SEQ else {}),
         "pairs": "text_pair" in dataset.parts[0].columns,
         "tokenizer": {
             "name": name,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data import dataset as data
-from oelm.data.catalogue import CLASSIFICATION, HELD_OUT, LM, TOKENS, Task, get_task
+from oelm.data.catalogue import CLASSIFICATION, HELD_OUT, LM, SEQ2SEQ, TOKENS, Task, get_task
 from oelm.data.dataset import DROPPED, HOLD_OUT_SEED, Dataset, Part
 from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, one_line, open_file
 from oelm.data.labels import UNLABELLED, class_names, known_labels, user_labels
@@ -148,22 +148,20 @@ def load_file(
     text: str = "text",
     text_pair: str | None = None,
     label: str = "label",
+    target: str | None = None,
     test_file: str | Path | None = None,
     train_size: int | None = None,
     split_seed: int = 0,
     validation_share: float = 0.1,
     test_share: float = 0.1,
 ) -> Dataset:
-    """A user's CSV, TSV, JSONL or Parquet file as a classification task.
+    """A user's CSV, TSV, JSONL or Parquet file as a classification task or, with `target`, as one of writing
+    that column for the text (sequence to sequence).
 
-    Validation and (without a test file) test parts are split off, stratified by class; which rows they
-    take depends on the texts and `split_seed`, not on the order of the rows.
+    Validation and (without a test file) test parts are split off, stratified by class or in whole groups of
+    equal sources; which rows they take depends on the texts and `split_seed`, not on the order of the rows.
     """
-    if "," in label:
-        raise UserError(f"label names one column, not several ({label}); multi-label tasks are not supported")
-    columns = {"text": text, "label": label} | ({"text_pair": text_pair} if text_pair else {})
-    if len(set(columns.values())) < len(columns):
-        raise UserError(f"text, text_pair and label must be different columns, not {list(columns.values())}")
+    columns = _file_columns(text, text_pair, label, target)
     for share in (validation_share, test_share):
         if not 0 < share < 0.5:
             raise UserError(f"a split's share must lie between 0 and 0.5, not {share}")
@@ -174,19 +172,37 @@ def load_file(
     if not test_file:  # shares are of the whole file, and test is taken first
         held = {"test": test_share, "validation": validation_share / (1 - test_share)}
     identity = {"held_out": held, "split_seed": split_seed, "train_size": train_size}
-    dataset = Dataset(Path(path).stem, CLASSIFICATION, parts, "accuracy", [], identity)
+    kind, metric = (SEQ2SEQ, "f1") if target else (CLASSIFICATION, "accuracy")
+    dataset = Dataset(Path(path).stem, kind, parts, metric, [], identity)
     for part in parts:
         data.survey(dataset, part)
         if not len(part.keys):
             raise UserError(f"{part.source.name} has no rows")
-    _label_user_parts(dataset, label)
-    _check_class_sizes(dataset, needed=len(held) + 1)
+    if kind == CLASSIFICATION:
+        _label_user_parts(dataset, label)
+        _check_class_sizes(dataset, needed=len(held) + 1)
     for role, share in held.items():
-        data.hold_out(dataset, role, share, split_seed)
+        data.hold_out(dataset, role, share, split_seed, "text" if target else None)
     if train_size is not None:
         data.cut_train(dataset, train_size, split_seed)
     data.finish(dataset)
     return dataset
+
+
+def _file_columns(text: str, text_pair: str | None, label: str, target: str | None) -> dict[str, str]:
+    """The columns of a file by role; what contradicts itself is refused."""
+    if target and (text_pair or label != "label"):
+        other = "text_pair" if text_pair else "label"
+        raise UserError(f"target is the column of a text to be written; it does not go with {other}")
+    if "," in label:
+        raise UserError(f"label names one column, not several ({label}); multi-label tasks are not supported")
+    columns = {"text": text} | ({"target": target} if target else {"label": label})
+    columns |= {"text_pair": text_pair} if text_pair else {}
+    if len(set(columns.values())) < len(columns):
+        *names, last = ("text", "target") if target else ("text", "text_pair", "label")
+        given = list(columns.values())
+        raise UserError(f"{', '.join(names)} and {last} must be different columns, not {given}")
+    return columns
 
 
 def _label_user_parts(dataset: Dataset, column: str) -> None:

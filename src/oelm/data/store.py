@@ -73,6 +73,20 @@ class Split:
         """One tag per token, -100 where a token is not the first of its word (token classification)."""
         return self.column("tags")
 
+    @cached_property
+    def target_tokens(self) -> Array:
+        """All targets end to end (sequence to sequence)."""
+        return self.column("target_tokens")
+
+    @cached_property
+    def target_offsets(self) -> Array:
+        """Where each item's target starts in `target_tokens`, and, last, where the last one ends."""
+        return np.array(self.column("target_offsets"), dtype=np.int64)
+
+    @cached_property
+    def target_lengths(self) -> Array:
+        return np.diff(self.target_offsets)
+
     @property
     def bytes(self) -> int:
         """UTF-8 bytes of the text behind the tokens (before truncation): for bits per byte."""
@@ -93,6 +107,7 @@ class Store:
         self.metric: str = meta["metric"]
         self.label_names: list[str] = meta["label_names"]
         self.max_length: int = meta["max_length"]
+        self.max_target_length: int | None = meta.get("max_target_length")  # sequence to sequence
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.pad_id: int = meta["tokenizer"]["pad_id"]
         self.fingerprint: str = meta["fingerprint"]

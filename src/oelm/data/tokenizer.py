@@ -106,21 +106,30 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def boundary_id(tokenizer: Any) -> int:
-    """The token that stands before the first and after every document of a corpus."""
+    """The token that ends a text: before the first and after every document of a corpus, after a target."""
     for value in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
         if value is not None:
             return int(value)
-    raise UserError("this tokenizer has no end-of-text token, which a language-modelling corpus needs")
+    raise UserError("this tokenizer has no end-of-text token, which a text that is to be written needs")
+
+
+def _target_template(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts around a target (some: a language's mark), and at least an end to write."""
+    text = tokenizer(text_target="a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer(text_target="a")["input_ids"]
+    start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+    return whole[:start], whole[start + len(text) :] or [boundary_id(tokenizer)]
 
 
 class Encoder:
     """Texts to token numbers, many at a time, on all cores (inside the tokenizers library).
 
-    Uses the tokenizer's own backend (a copy of GPT-2's takes 40 MB), and sets what a call of the tokenizer
-    itself would set anew.
+    With `target=True` they are texts that a model must write, and get a target's special tokens. Uses the
+    tokenizer's own backend (a copy of GPT-2's takes 40 MB), and sets what a call of the tokenizer itself
+    would set anew.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, target: bool = False) -> None:
         self._backend = tokenizer.backend_tokenizer
         self.single, self.pair, self.typed = self._templates()
         self.has_pairs = bool(self.pair[1])
@@ -129,8 +138,12 @@ class Encoder:
         self.dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
         self.max_length = max_length
         needed = 2 + sum(map(len, self.pair))
+        if target:
+            self.single = _target_template(tokenizer)
+            needed = 1 + sum(map(len, self.single))
         if max_length < needed:
-            raise UserError(f"max_length {max_length} leaves no room for text; use at least {needed}")
+            name = "max_target_length" if target else "max_length"
+            raise UserError(f"{name} {max_length} leaves no room for text; use at least {needed}")
 
     def _templates(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int], list[int]], bool]:
         """What the tokenizer puts around a text and around and between two, read off an example."""
@@ -153,6 +166,10 @@ class Encoder:
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Token numbers of each text, nothing added, nothing cut."""
         return [e.ids for e in self._text_only().encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text behind token numbers, special tokens left out."""
+        return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
         """Flat tokens, lengths, and how many texts were cut at max_length."""

@@ -4,9 +4,9 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -57,8 +57,10 @@ class SplitWriter:
         }
         self.meta: dict[str, Any] = {"items": 0, "tokens": 0, "bytes": 0, "truncated": 0}
         self.longest = 0
-        if "offsets" in self.columns:
-            self.columns["offsets"].append(np.zeros(1, dtype=np.int64))
+        if "target_tokens" in self.columns:
+            self.meta |= {f"target_{name}": 0 for name in ("tokens", "bytes", "truncated", "longest")}
+        for name in self.columns.keys() & {"offsets", "target_offsets"}:
+            self.columns[name].append(np.zeros(1, dtype=np.int64))
 
     def append(self, *, bytes: int, truncated: int = 0, **columns: np.ndarray) -> None:
         """Add items (with `lengths`) or a piece of a stream (without)."""
@@ -72,6 +74,14 @@ class SplitWriter:
         self.meta["tokens"] += len(columns["tokens"])
         self.meta["bytes"] += bytes
         self.meta["truncated"] += truncated
+
+    def append_targets(self, *, bytes: int, truncated: int, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """The targets of the items that were added last."""
+        self.columns["target_offsets"].append(self.meta["target_tokens"] + np.cumsum(lengths))
+        self.columns["target_tokens"].append(tokens)
+        self.meta["target_longest"] = max(self.meta["target_longest"], int(lengths.max()))
+        for name, count in (("tokens", len(tokens)), ("bytes", bytes), ("truncated", truncated)):
+            self.meta[f"target_{name}"] += count
 
     def close(self) -> dict[str, Any]:
         for column in self.columns.values():
@@ -89,6 +99,20 @@ def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[d
         for writer in writers.values():
             for column in writer.columns.values():
                 column.file.close()
+
+
+@contextlib.contextmanager
+def reference_files(folder: Path, splits: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
+    """A file of JSON lines for each split, for what an evaluation compares texts with."""
+    with contextlib.ExitStack() as stack:
+        files = {
+            split: stack.enter_context((folder / f"{split}.references.jsonl").open("w", encoding="utf-8"))
+            for split in splits
+        }
+        yield files
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def cache_dir(folder: str | Path | None = None) -> Path:

@@ -11,11 +11,13 @@ import oelm.gpt as gpt
 from oelm.config import RunConfig
 from oelm.convert import ConversionReport, convert
 from oelm.data import Store
+from oelm.data.catalogue import SEQ2SEQ
 from oelm.errors import UserError
 from oelm.families import family_row
 from oelm.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.method import Method
 from oelm.pretrained import load_checkpoint, load_config
+from oelm.training.seq2seq import set_writing
 
 _REFERENCE = {
     "AutoModelForSequenceClassification": gpt.OelmGPTForSequenceClassification,
@@ -36,15 +38,27 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     model: PreTrainedModel
     new: set[str] = set()
     if name in PRESETS:
+        refuse_seq2seq(name, store.kind)
         model = _REFERENCE[auto_class](_reference_config(config, store, name))
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
         model, new = _load(config, store, auto_class, name)
     _check_fit(model, store, config)
+    if store.kind == SEQ2SEQ:
+        set_writing(model, store)
     report = convert(model, Method.from_dict(config.method.overrides()), seed=seed)
     if new:
         report = replace(report, notes=(f"{', '.join(sorted(new))}: new, for this task",))
     return model, report
+
+
+def refuse_seq2seq(name: str, kind: str) -> None:
+    """Say of a model without a decoder of its own that it cannot write targets."""
+    if kind == SEQ2SEQ:
+        raise UserError(
+            f"{name} is not an encoder-decoder, and writing targets (task.target, --target) needs one; "
+            "name a T5, a BART or their like with --model (a folder or a hub id)"
+        )
 
 
 def _reference_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
@@ -86,6 +100,8 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     known = load_config(name)
     family_row(known.model_type)  # before its weights are fetched
     fields |= _dropout(known, config)
+    if not known.is_encoder_decoder:
+        refuse_seq2seq(name, store.kind)
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
@@ -130,8 +146,9 @@ def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= model.config.pad_token_id + 1  # they count positions from behind the padding's
-    if positions and config.task.max_length > positions and model.config.model_type != "t5":
-        raise UserError(
-            f"task.max_length {config.task.max_length} exceeds the {positions} positions "
-            f"of {config.model.name}"
-        )
+    if not positions or model.config.model_type == "t5":
+        return
+    for key in ("max_length", "max_target_length"):
+        length = getattr(config.task if key == "max_length" else store, key)
+        if length and length > positions:
+            raise UserError(f"task.{key} {length} exceeds the {positions} positions of {config.model.name}")

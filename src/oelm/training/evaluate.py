@@ -24,7 +24,7 @@ def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) 
     """
     state = process_state()
     tokens = TOKENS
-    if objective.store.kind == "lm":
+    if objective.store.kind in ("lm", "seq2seq"):
         tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
     plan = objective.plan(split, None, max(tokens, _longest(objective, split)), None)
     epoch = plan.epoch()

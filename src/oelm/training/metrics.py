@@ -15,6 +15,9 @@ import numpy as np
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
+# A word is what stands between spaces; a character of a script that has none (kana, Han) is its own.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 Entity = tuple[str, int, int]  # type, first place, place after the last
 
@@ -115,6 +118,24 @@ def question_answering(references: Sequence[Sequence[str]], predictions: Sequenc
         exact += max(expected == said for expected, said in pairs)
         overlap += max(_word_f1(expected, said) for expected, said in pairs)
     return {"exact_match": exact / len(predictions), "f1": overlap / len(predictions)}
+
+
+def written_texts(references: Sequence[str], predictions: Sequence[str]) -> dict[str, np.ndarray]:
+    """Per text: whether it is the reference (1 or 0), and F1 over words, as often as they occur.
+
+    Spaces aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers.
+    """
+    _check_lengths(len(references), len(predictions))
+    pairs = [*zip(references, predictions, strict=True)]
+    return {
+        "exact_match": np.array([float(plain_text(right) == plain_text(said)) for right, said in pairs]),
+        "f1": np.array([_word_f1(_WORD.findall(right), _WORD.findall(said)) for right, said in pairs]),
+    }
+
+
+def plain_text(text: str) -> str:
+    """A text with single spaces: what tokenizers do to the others says nothing of a model."""
+    return " ".join(text.split())
 
 
 def _answer_words(text: str) -> list[str]:

@@ -329,11 +329,14 @@ class Questions(Objective):
 
 def make_objective(store: Store, window: int, label_smoothing: float, class_weights: str) -> Objective:
     """The objective of a store's kind of task."""
+    from oelm.training.seq2seq import Seq2Seq
+
     if store.kind == "lm":
         return Language(store, window, label_smoothing, class_weights)
     kinds: dict[str, type[Objective]] = {
         "classification": Classification,
         "token-classification": Tagging,
         "question-answering": Questions,
+        "seq2seq": Seq2Seq,
     }
     return kinds[store.kind](store, label_smoothing, class_weights)

@@ -7,15 +7,17 @@ them in the store as `references.json`. A store copied to another machine is eno
 import contextlib
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oelm.atomic import write_json
-from oelm.data.catalogue import CLASSIFICATION, LM, TOKENS
+from oelm.data.answers import read_references
+from oelm.data.catalogue import CLASSIFICATION, LM, SEQ2SEQ, TOKENS
 from oelm.data.shuffle import permutation
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tokenizer import Encoder
@@ -46,7 +48,8 @@ def trivial_references(store: Store, splits: Sequence[str] = ("validation", "tes
     pairs of words, logistic regression, C = 8); for pairs also `premise_blind`, the same from the second
     text alone. Both carry `trained_on`, the number of training texts they saw, and are left out where
     scikit-learn is missing or the train split has no words or one class only. Language modelling:
-    `unigram` (add-one). Token classification: `most_frequent_tag`. Question answering: nothing.
+    `unigram` (add-one). Token classification: `most_frequent_tag`. Sequence to sequence: `copy_source`,
+    `most_frequent_target`, and `unigram` of the targets. Question answering: nothing.
 
     Texts are what the store holds: cut at its max_length, as the model sees them.
     """
@@ -75,6 +78,8 @@ def _compute(store: Store, splits: list[Split]) -> tuple[References, bool]:
         return {"unigram": _unigram(store, splits)}, True
     if store.kind == TOKENS:
         return {"most_frequent_tag": _most_frequent_tag(store, splits)}, True
+    if store.kind == SEQ2SEQ:
+        return _sequences(store, splits), True
     return {}, True
 
 
@@ -195,20 +200,52 @@ def second_starts(split: Split, joiner: Sequence[int]) -> Array:
 def _unigram(store: Store, splits: list[Split]) -> dict[str, dict[str, Any]]:
     """Add-one smoothed frequencies. What is counted is what `Windows(split, size, whole=False)` predicts
     for any size: every token but the boundary at the start of the stream."""
-    seen = _count(store["train"], store.vocab_size)
-    cost = np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
+    cost = _unigram_cost(_count(store["train"].tokens[1:], store.vocab_size))
     found = {}
     for split in splits:
-        counts = _count(split, store.vocab_size)
+        counts = _count(split.tokens[1:], store.vocab_size)
         found[split.name] = metrics.language(float(counts @ cost), int(counts.sum()), split.bytes)
     return found
 
 
-def _count(split: Split, vocabulary: int) -> Array:
+def _unigram_cost(seen: Array) -> Array:
+    """Nats for each token."""
+    return np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
+
+
+def _count(tokens: Array, vocabulary: int) -> Array:
     counts = np.zeros(vocabulary, dtype=np.int64)
-    for start in range(1, len(split.tokens), BLOCK):
-        counts += np.bincount(split.tokens[start : start + BLOCK], minlength=vocabulary)
+    for start in range(0, len(tokens), BLOCK):
+        counts += np.bincount(tokens[start : start + BLOCK], minlength=vocabulary)
     return counts
+
+
+def _sequences(store: Store, splits: list[Split]) -> References:
+    """What can be written without reading (the most frequent target of train; ties: the first by its
+    tokens), and without understanding (the source itself)."""
+    train = store["train"]
+    bounds = train.target_offsets
+    targets = [train.target_tokens[a:b].tobytes() for a, b in pairwise(bounds.tolist())]
+    # The commonest, and of equally common ones the first: the order of the rows must not matter.
+    most = min(Counter(targets).items(), key=lambda item: (-item[1], item[0]))[0]
+    ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
+    common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
+    found: References = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
+    cost = _unigram_cost(_count(train.target_tokens, store.vocab_size))
+    for split in splits:
+        texts = read_references(split).values()
+        right = [record["target"] for record in texts]
+        for name, written in (
+            ("copy_source", [record["source"] for record in texts]),
+            ("most_frequent_target", [common] * len(right)),
+        ):
+            scores = metrics.written_texts(right, written)
+            found[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
+        counts = _count(split.target_tokens, store.vocab_size)
+        found["unigram"][split.name] = metrics.language(
+            float(counts @ cost), int(counts.sum()), split.meta["target_bytes"]
+        )
+    return found
 
 
 def _most_frequent_tag(store: Store, splits: list[Split]) -> dict[str, dict[str, Any]]:

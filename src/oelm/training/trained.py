@@ -76,9 +76,9 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
 def prepared_store(config: RunConfig, show: bool) -> Store:
     """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
     assert config.model.name is not None
+    choice = choice_of(config.task, config.model.name)
     if config.model.name not in PRESETS:
         check_checkpoint(config.model.name)
-    choice = choice_of(config.task, config.model.name)
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
         check_prepared(store, config.task)
