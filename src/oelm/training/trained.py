@@ -16,14 +16,17 @@ from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
+from oelm.data.catalogue import SEQ2SEQ
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
 from oelm.pretrained import check_checkpoint, load_as_saved, load_config
+from oelm.training.build import refuse_seq2seq
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
+from oelm.training.seq2seq import write_lines
 
 TEXTS = 32  # per batch of predictions
 
@@ -36,12 +39,15 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
         raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
     if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
         raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
+    if task.target and model in PRESETS:  # known before anything is prepared
+        refuse_seq2seq(model, SEQ2SEQ)
     tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
     return Choice(
         data=str(task.name or task.data),
         text=task.text,
         text_pair=task.text_pair,
         label=task.label,
+        target=task.target,
         test_file=task.test_file,
         train_size=task.train_size,
         split_seed=task.split_seed,
@@ -49,6 +55,7 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
         data_dir=task.data_dir,
         tokenizer=tokenizer,
         max_length=task.max_length,
+        max_target_length=task.max_target_length,
     )
 
 
@@ -71,6 +78,11 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
                 f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
             )
         task.max_length = store.max_length
+    if task.max_target_length not in (None, store.max_target_length):
+        raise UserError(
+            f"{task.data} was prepared with max_target_length {store.max_target_length}, "
+            f"not {task.max_target_length}"
+        )
 
 
 def prepared_store(config: RunConfig, show: bool) -> Store:
@@ -118,11 +130,20 @@ class Trained:
         """Whether the model was trained on pairs of texts."""
         return bool(getattr(self.model.config, "text_pairs", False))
 
+    @property
+    def writes(self) -> bool:
+        """Whether the model reads a source and writes a target for it."""
+        return bool(self.model.config.is_encoder_decoder and self.model.can_generate())
+
     def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """For each line the most likely label, its probability, and those of the others.
+        """For each line the most likely label, its probability, and those of the others; or the target.
 
         Where the model reads pairs, a line is two texts with a tab between them.
         """
+        if self.writes:
+            for line, target in write_lines(self.model, self.tokenizer, iter(lines), self.max_length):
+                yield {"text": line, "target": target}
+            return
         if "SequenceClassification" not in type(self.model).__name__:
             raise UserError(f"a {type(self.model).__name__} does not predict labels of texts")
         encoder = Encoder(self.tokenizer, self.max_length)
@@ -193,20 +214,26 @@ class Trained:
 
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
-        """The prompt's continuation; temperature 0 takes the likeliest token every time."""
+        """The prompt's continuation, or the target written for it; temperature 0 takes the likeliest token
+        every time."""
         if new_tokens < 1 or temperature < 0 or top_k < 1:
             raise UserError("--tokens and --top-k must be at least 1, --temperature must not be negative")
         if not self.model.can_generate():
             raise UserError(f"a {type(self.model).__name__} does not write text")
+        chosen: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        if self.writes:
+            torch.manual_seed(seed)
+            chosen["max_new_tokens"] = new_tokens
+            lines = write_lines(self.model, self.tokenizer, iter([prompt]), self.max_length, **chosen)
+            return next(lines)[1]
         prompt = prompt or self.tokenizer.bos_token
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
         room = int(getattr(self.model.config, "max_position_embeddings", 1 << 30)) - ids.shape[1]
         if room < 1:
             raise UserError(f"the prompt of {ids.shape[1]} tokens leaves no room for new ones")
         torch.manual_seed(seed)
-        chosen: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
