@@ -137,7 +137,7 @@ def test_rotary_scores_depend_on_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 16)
     positions = torch.arange(9)[None]
     table = rotation_of(positions, 16, 10000.0)
-    at = lambda x, p: rotate(x, table[..., p : p + 1, :])  # noqa: E731
+    at = lambda x, p: rotate(x, table[:, :, p : p + 1])  # noqa: E731
     score = lambda p, s: (at(q, p) * at(k, s)).sum()  # noqa: E731
     assert torch.allclose(score(2, 0), score(8, 6), atol=1e-5)
     assert not torch.allclose(score(2, 0), score(3, 0), atol=1e-3)

@@ -28,7 +28,9 @@ class SelfAttention(nn.Module):
         self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
         self.attention_dropout = config.attention_dropout
         self.value_only = False  # set by a method whose scores are constants for the backward pass
-        self.joint: Tensor | None = None  # the weights of q, k and v in one, where training keeps them so
+        # The weights of q, k and v in one, while training keeps them so (training/half.py).
+        self.joint: nn.Parameter | None
+        self.register_parameter("joint", None)
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -45,16 +47,17 @@ class SelfAttention(nn.Module):
         rows: Tensor | None,
     ) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self._project(x, rows)
-        )
+            part.unflatten(-1, (self.num_heads, -1)) for part in self._project(x, rows)
+        )  # (B, T, H, D)
         if rotation is not None:
             q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
+        if packing is not None:  # one row of texts end to end
+            attend = packed_value_only if self.value_only else packed_attention
+            y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packing, rows is not None)
+            return self.o_proj(y.view(1, len(y), -1))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
-        if packing is not None:  # one row of texts end to end
-            q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (T, H, D)
-            attend = packed_value_only if self.value_only else packed_attention
-            return self.o_proj(attend(q, k, v, packing, rows is not None).flatten(1)[None])
         dropout = self.attention_dropout if self.training else 0.0
         if self.value_only:
             q, k = q.detach(), k.detach()
@@ -70,23 +73,25 @@ class SelfAttention(nn.Module):
     def _project(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
         """q, k and v, (B, T, C) each; q of the rows asked for only."""
         if rows is None:  # three parameters, one product: see fused.py
-            return split_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.kept, self.joint)
+            parts = (self.q_proj, self.k_proj, self.v_proj)
+            return split_linear(x, parts, self.kept, self.joint, constant=2 * self.value_only)
         joint = None if self.joint is None else self.joint[self.q_proj.out_features :]
-        return self.q_proj(pick_rows(x, rows)), *split_linear(x, (self.k_proj, self.v_proj), joint=joint)
+        k, v = split_linear(x, (self.k_proj, self.v_proj), joint=joint, constant=int(self.value_only))
+        return self.q_proj(pick_rows(x, rows)), k, v
 
 
 def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of every position's angles, stacked: (2, B, 1, T, D/2), float32."""
+    """cos and sin of every position's angles, stacked: (2, B, T, 1, D/2), float32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions[:, None, :, None].float() * frequencies
+    angles = positions[:, :, None, None].float() * frequencies
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:
     if rows is None:
         return rotation
-    found = rotation.squeeze(2).flatten(1, 2).index_select(1, rows)
-    return found.view(2, rotation.shape[1], 1, -1, rotation.shape[-1])
+    found = rotation.flatten(1, 2).index_select(1, rows)
+    return found.view(2, rotation.shape[1], -1, 1, rotation.shape[-1])
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

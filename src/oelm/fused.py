@@ -76,39 +76,37 @@ class _PackedProduct(torch.autograd.Function):
 
 
 class _SplitProduct(torch.autograd.Function):
-    """The same without a bias, and with an output for each part: what nothing flows back through costs
-    nothing, and what does need not be cut out of a joint gradient again."""
+    """The same without a bias, and with an output for each part, so that nothing has to be cut out of a
+    joint gradient again. The first `constant` outputs are constants for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *trained: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, constant: int, *trained: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
-        ctx.set_materialize_grads(False)
+        ctx.constant = constant
         return F.linear(x, weight).chunk(len(trained), -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weights, flat_x = weight.chunk(len(grads)), x.flatten(0, -2)
-        flowing = [i for i, grad in enumerate(grads) if grad is not None]
-        wanted = [i for i in flowing if ctx.needs_input_grad[2 + i]]
-        together: Tensor | None = None
-        if len(flowing) == len(grads):
-            together = torch.cat([g for g in grads if g is not None], -1)
-        grad_x: Tensor | None = None
-        if ctx.needs_input_grad[0] and together is not None:
-            grad_x = together @ weight
-        elif ctx.needs_input_grad[0]:
-            for i in flowing:
-                part = grads[i] @ weights[i]  # type: ignore[operator]
-                grad_x = part if grad_x is None else grad_x + part
-        found: list[Tensor | None] = [None] * len(grads)
-        if together is not None and len(wanted) == len(grads):
-            found = [*(together.flatten(0, -2).t() @ flat_x).chunk(len(grads))]
+        count, first = len(grads), ctx.constant
+        flat_x = x.flatten(0, -2)
+        flowing = [grad.flatten(0, -2) for grad in grads[first:]]
+        together = torch.cat(flowing, -1) if len(flowing) > 1 else flowing[0]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (together @ weight[first * len(weight) // count :]).view_as(x)
+        found: list[Tensor | None] = [None] * count
+        wanted = ctx.needs_input_grad[3 + first :]
+        if all(wanted):
+            found[first:] = (together.t() @ flat_x).chunk(len(flowing))
         else:
-            for i in wanted:
-                found[i] = grads[i].flatten(0, -2).t() @ flat_x  # type: ignore[union-attr]
-        return (grad_x, None, *found)
+            found[first:] = [
+                grad.t() @ flat_x if want else None for grad, want in zip(flowing, wanted, strict=True)
+            ]
+        return (grad_x, None, None, *found)
 
 
 class FusedWeights:
@@ -168,10 +166,12 @@ def split_linear(
     parts: Sequence[nn.Linear],
     kept: FusedWeights | None = None,
     joint: Tensor | None = None,
+    constant: int = 0,
 ) -> tuple[Tensor, ...]:
     """The outputs of projections without bias of one input, by one matrix product.
 
-    `joint` is their weights one below the other, where that lies ready.
+    `joint` is their weights one below the other, where that lies ready. Nothing flows back through the first
+    `constant` outputs.
     """
     if kept is not None and not torch.compiler.is_compiling():
         if _is_next_token(x):
@@ -183,7 +183,7 @@ def split_linear(
     x, weight, _ = _as_autocast(x, weight, None)
     trained = [weight if weight.requires_grad else None for weight in weights]
     if torch.is_grad_enabled() and (x.requires_grad or any(t is not None for t in trained)):
-        return _SplitProduct.apply(x, weight, *trained)
+        return _SplitProduct.apply(x, weight, constant, *trained)
     return F.linear(x, weight).chunk(len(parts), -1)
 
 

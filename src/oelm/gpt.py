@@ -165,7 +165,9 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         """
         if packing is not None:
             self._check_packing(attention_mask, position_ids)
-        x = look_up(self.wte.weight, input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
+        x = inputs_embeds if input_ids is None else look_up(self.wte.weight, input_ids)  # (B, T, C)
+        if x is None or (inputs_embeds is not None and input_ids is not None):
+            raise UserError("a model is given either input_ids or inputs_embeds")
         length, device = x.shape[1], x.device
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")

@@ -40,7 +40,7 @@ def objective(store, **attributes):
 
 @given(st.integers(1, 1 << 20))
 def test_round_sizes_are_few_and_near(n):
-    assert n <= round_up(n) < n + max(256, n // 8 + 1)
+    assert n <= round_up(n) < n + max(128, n // 16 + 1)
     assert round_up(round_up(n)) == round_up(n)
 
 

@@ -28,7 +28,6 @@ from oelm.bench.measure import Arm, Held, Window, gradient_bytes, now
 from oelm.data import Store
 from oelm.gpt_config import OelmGPTConfig
 
-WORKERS = 4  # that assemble batches beside a GPU; without one they would take its time
 PATIENCE = 300  # seconds for a window, compiling included, before the arm is given up
 
 
@@ -63,6 +62,11 @@ def gpt2_classifier(config: OelmGPTConfig, pad_id: int) -> Any:
 
 
 class HuggingFaceTrainer(Arm):
+    """Without loader workers and without cuDNN's attention: on an H200 both made it slower. cuDNN plans anew
+    for every length it meets, and batches grouped by length meet many."""
+
+    cudnn_attention = False
+
     def __init__(
         self, store: Store, config: OelmGPTConfig, batch_size: int, device: torch.device, compiled: bool
     ) -> None:
@@ -71,15 +75,13 @@ class HuggingFaceTrainer(Arm):
         self.operations = self.load.operations(config, "classification", causal=True)
         self.model: nn.Module = gpt2_classifier(config, store.pad_id)
         self.folder = tempfile.TemporaryDirectory()
-        workers = WORKERS if gpu else 0
         # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
             output_dir=self.folder.name, per_device_train_batch_size=batch_size, num_train_epochs=1e5,
             learning_rate=1e-4, weight_decay=0.01, max_grad_norm=1.0, lr_scheduler_type="constant",
             optim="adamw_torch_fused", bf16=gpu, use_cpu=not gpu,
-            torch_compile=compiled, dataloader_num_workers=workers, dataloader_persistent_workers=workers > 0,
-            dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no", report_to=[],
+            torch_compile=compiled, dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, logging_nan_inf_filter=False, **precision, **grouped_by_length(),
         )  # fmt: skip
         tokenizer = store.tokenizer()

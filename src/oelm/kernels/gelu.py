@@ -18,7 +18,7 @@ _COEFFICIENTS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.2548295
 
 def gelu(x: Tensor) -> Tensor:
     if x.dtype in (torch.bfloat16, torch.float16) and torch.compiler.is_compiling():
-        return FastGelu.apply(x)  # type: ignore[no-untyped-call]
+        return FastGelu.apply(x)
     return F.gelu(x)
 
 

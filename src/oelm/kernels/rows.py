@@ -21,7 +21,7 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """The embedding of every id."""
     if weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
-        return Lookup.apply(weight, ids)  # type: ignore[no-untyped-call]
+        return Lookup.apply(weight, ids)
     return F.embedding(ids, weight)
 
 

@@ -21,13 +21,13 @@ class HalfWeights:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self.joints: list[tuple[SelfAttention, torch.Tensor]] = []
+        copies: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        self.joints: list[tuple[SelfAttention, nn.Parameter]] = []
         for module in model.modules():
             if isinstance(module, SelfAttention):
                 parts = (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
                 joint = torch.cat([part.detach().to(dtype) for part in parts])
-                self.joints.append((module, joint))
+                self.joints.append((module, nn.Parameter(joint, requires_grad=False)))
                 for part, rows in zip(parts, joint.chunk(3), strict=True):
                     copies[id(part)] = part, nn.Parameter(rows, part.requires_grad)
         self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -61,23 +61,23 @@ class HalfWeights:
             for module, name, own, _ in self.places:
                 module._parameters[name] = own
             for attention, _ in self.joints:
-                attention.joint = None
+                attention.register_parameter("joint", None)
 
     @torch.no_grad()
     def collect(self) -> None:
         """Give the copies' gradients to the weights, or add them to those that are there."""
-        for added in (False, True):
-            pairs = [
-                (own, copy)
-                for own, copy in self.trained
-                if copy.grad is not None and added == (own.grad is not None)
-            ]
-            if not pairs:
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for own, copy in self.trained:
+            if copy.grad is None:
                 continue
-            if not added:
-                for own, _ in pairs:
-                    own.grad = torch.empty_like(own)
-            gradients = [own.grad for own, _ in pairs], [copy.grad for _, copy in pairs]
-            (torch._foreach_add_ if added else torch._foreach_copy_)(*gradients)
-            for _, copy in pairs:
-                copy.grad = None
+            if own.grad is None:
+                own.grad = torch.empty_like(own)
+                written.append((own.grad, copy.grad))
+            else:
+                added.append((own.grad, copy.grad))
+            copy.grad = None
+        if written:
+            torch._foreach_copy_([own for own, _ in written], [copy for _, copy in written])
+        if added:
+            torch._foreach_add_([own for own, _ in added], [copy for _, copy in added])

@@ -106,7 +106,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = scaled
 
 
-def clip_in_step(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], clip: float) -> Tensor:
+def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
     every gradient anyway, and `clip_grad_norm_` would read and write them all once more."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
