@@ -96,10 +96,14 @@ def resolve_config(
         merge(values, experiment_config(experiment).to_dict())
     if file is not None:
         values = merge(values, read_toml(file))
+    own = values.get("task", {}).get("tokenizer")
+    own = own if own == values.get("model", {}).get("name") else None
     particular: dict[str, Any] = {}  # together, so that --steps and --epochs contradict each other
     for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
         update(particular, part)
     merge(values, particular)
+    if own and "name" in particular.get("model", {}) and "tokenizer" not in particular.get("task", {}):
+        del values["task"]["tokenizer"]  # the model's own it was, and another model has another
     return make_config(values, str(file) if file is not None else "options")
 
 
@@ -124,10 +128,12 @@ def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: fl
 
 
 def default_folder(config: "RunConfig") -> Path:
+    from oelm.training.lineage import short_model_name
+
     name = config.experiment or "-".join(
         [
             Path(str(config.task.name or config.task.data)).stem,
-            Path(config.model.name or "gpt").name,
+            short_model_name(config.model.name or "gpt"),
             config.method.name,
             f"lr{config.training.lr:g}",
             f"s{config.training.seed}",
@@ -168,13 +174,54 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Another file.")] = None,
     test_file: Annotated[str | None, typer.Option(help="Another file of test rows.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet.")] = None,
+    max_length: options.MaxLength = None,
+    generation: Annotated[
+        bool, typer.Option("--generation", help="How it continues held-out texts.")
+    ] = False,
+    prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
+    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: among all.")] = 0,
+    zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
+    template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
+    labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
+    text: options.Text = None,
+    text_pair: options.TextPair = None,
+    label: options.Label = None,
+    limit: Annotated[int | None, typer.Option(help="Classify so many items, not all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Measure a trained model; prints JSON. Example: oelm evaluate runs/x --split validation"""
+    """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
+
+    Examples: oelm evaluate runs/x --split validation; oelm evaluate runs/lm --generation;
+    oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'
+    """
+    from oelm.training.language_quality import Writing
     from oelm.training.trained import Trained
 
     given = {"name": task, "data": data, "test_file": test_file, "data_dir": data_dir}
-    changes = {key: value for key, value in given.items() if value is not None}
-    typer.echo(json.dumps(Trained(run).evaluate(split, **changes), indent=1))
+    changes = {key: value for key, value in (given | {"max_length": max_length}).items() if value is not None}
+    if zero_shot is None and (template or labels or text or text_pair or label or limit):
+        raise UserError(
+            "--template, --labels, --text, --text-pair, --label and --limit belong to --zero-shot"
+        )
+    if zero_shot is not None and template is None:
+        raise UserError("--zero-shot needs a --template, for example '{text} It was'")
+    trained = Trained(run)
+    answer: dict[str, Any] = {}
+    if zero_shot is None or generation or task or data:
+        answer = trained.evaluate(split, **changes)
+    if generation:
+        writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
+        answer["generation"] = trained.generation(split, writing, **changes)
+    if zero_shot is not None:
+        assert template is not None
+        columns = {"text": text, "text_pair": text_pair, "label": label, "data_dir": data_dir}
+        columns = {key: value for key, value in columns.items() if value is not None}
+        answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
+    typer.echo(json.dumps(answer, indent=None if as_json else 1))
 
 
 @app.command()

@@ -16,19 +16,23 @@ from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
-from oelm.data.catalogue import SEQ2SEQ
+from oelm.data.catalogue import LM, SEQ2SEQ
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
-from oelm.pretrained import check_checkpoint, load_as_saved, load_config
+from oelm.pretrained import load_as_saved, load_config
 from oelm.training.build import refuse_seq2seq
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
+from oelm.training.language_quality import Writing, check_language_model, generation_quality
+from oelm.training.lineage import check_start, model_folder, notes_on_start
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
 from oelm.training.seq2seq import write_lines
+from oelm.training.zero_shot import make_question, read_items, zero_shot
 
 TEXTS = 32  # per batch of predictions
+LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
 
 
 def choice_of(task: TaskConfig, model: str | None) -> Choice:
@@ -88,15 +92,17 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
 def prepared_store(config: RunConfig, show: bool) -> Store:
     """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
     assert config.model.name is not None
+    config.model.name = model_folder(config.model.name)
     choice = choice_of(config.task, config.model.name)
     if config.model.name not in PRESETS:
-        check_checkpoint(config.model.name)
+        check_start(config.model.name)
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
         check_prepared(store, config.task)
         if config.model.name not in PRESETS:
             check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
     config.task.tokenizer = store.meta["tokenizer"]["name"]
+    store.warnings += notes_on_start(config.model.name, store.kind, config.task.max_length)
     return store
 
 
@@ -123,7 +129,7 @@ class Trained:
     def max_length(self) -> int:
         if self.config is not None:
             return self.config.task.max_length
-        return int(getattr(self.model.config, "max_position_embeddings", 512))
+        return min(LONGEST, int(getattr(self.model.config, "max_position_embeddings", 512)))
 
     @property
     def pairs(self) -> bool:
@@ -203,7 +209,8 @@ class Trained:
     def evaluate(self, split: str, **changes: Any) -> dict[str, Any]:
         """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`."""
         store = self.store(changes)
-        objective = make_objective(store, self.max_length, 0.0, "none")
+        self._check_kind(store)
+        objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
         if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
@@ -211,6 +218,38 @@ class Trained:
         precision, _ = resolve_precision("auto", self.device)
         measured = evaluate(self.model, objective, split, autocast_of(precision, self.device))
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
+
+    def _check_kind(self, store: Store) -> None:
+        if store.kind == LM:
+            check_language_model(self.model, "a corpus")
+        elif self.model.can_generate() and not self.writes:
+            raise UserError(
+                f"{self.folder} is a language model, and {store.task} has labels: fine-tune it with "
+                "`oelm train --model`, or ask it with --zero-shot"
+            )
+
+    def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
+        """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
+        store = self.store(changes)
+        if store.kind != LM:
+            raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
+        window = changes.get("max_length", self.max_length)
+        return generation_quality(self.model, self.tokenizer, store[split], window, writing)
+
+    def zero_shot(
+        self, data: str, split: str, template: str, labels: str | None = None, limit: int | None = None,
+        seed: int = 0, **columns: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """How a language model classifies texts it was never trained to classify: `zero_shot`.
+
+        `data` is a task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`).
+        """
+        check_language_model(self.model, "--zero-shot")
+        known = data in TASKS
+        task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
+        items = read_items(choice_of(task, None), split, limit, seed)
+        question = make_question(template, labels, items.names, items.pairs)
+        return zero_shot(self.model, self.tokenizer, items, question, self.max_length) | {"split": split}
 
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
