@@ -9,7 +9,7 @@ import oelm
 from oelm.errors import AuditError, UserError
 from oelm.families import FAMILIES, find_sites
 from oelm.fused import SplitQKV
-from oelm.method import PRESETS, Method
+from oelm.method import PRESETS, Method, select_layers
 from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
 from tests.tiny import BUILDERS, VOCAB, build, inputs, logits
 
@@ -111,7 +111,10 @@ def test_every_method_on_every_family(name, method):
     for site in sites:
         weight = site.module.weight
         if site.part is None:
-            assert weight.requires_grad != (site.role in preset.freeze)
+            frozen = (
+                select_layers(preset.freeze[site.role], site.num_layers) if site.role in preset.freeze else ()
+            )
+            assert weight.requires_grad != (site.layer in frozen)
         kind = preset.start.get(site.role)
         if site.role in ("q", "k") and kind in ("orthogonal", "global", "hadamard"):
             gain = 8**-0.5 if name.startswith("t5") and site.role == "q" else 1.0

@@ -61,7 +61,9 @@ def test_a_preset_can_be_overridden_field_by_field():
         ({"start": {"q": "polar"}, "init": "fresh"}, "contradicts"),
         ({"freeze": {"qk": "all"}}, "role 'qk'"),
         ({"freeze": {"q": "most"}}, "does not select layers"),
-        ({"freeze": {"norms": "0,1"}}, "whole model or not at all"),
+        ({"freeze": {"embeddings": "0,1"}}, "belong to no layer"),
+        ({"freeze": {"blocks": "some"}}, "does not select layers"),
+        ({"start": {"blocks": "orthogonal"}}, "role that can be initialised 'blocks'"),
         ({"init": "old"}, "init 'old'"),
         ({"freeze": {"q": "-:"}}, "does not select layers"),
         ({"freeze": {"q": 0}}, "maps roles to words"),
@@ -75,6 +77,14 @@ def test_a_preset_can_be_overridden_field_by_field():
 def test_nonsense_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         Method(**fields)
+
+
+def test_blocks_stands_for_what_a_layer_has():
+    method = Method.from_dict({"name": "oelm", "freeze": {"blocks": ":-2", "q": "all"}})
+    rest = dict.fromkeys(("k", "v", "o", "ffn_in", "ffn_out", "norms"), ":-2")
+    assert method.freeze == {"q": "all"} | rest
+    assert method.name == "oelm (freeze=blocks::-2 q:all)"
+    assert Method.from_dict(method.to_dict()) == method
 
 
 def test_an_unknown_field_is_refused():

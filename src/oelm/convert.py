@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +255,7 @@ def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
 
 def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> ConversionReport:
     wanted = frozen_names(model, method)
+    frozen_ids = {id(p) for name, p in model.named_parameters() if name in wanted}
     by_role: dict[str, list[Site]] = {}
     for site in find_sites(model):
         by_role.setdefault(site.role, []).append(site)
@@ -271,8 +271,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
             gains = {"own"}
         elif scaled:
             gains = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
-        counts = Counter(f"{site.path}.weight" in wanted for site in sites)
-        frozen = {0: "no", len(sites): "yes"}.get(counts[True], f"{counts[True]} of {len(sites)} tensors")
+        held = sum(f"{site.path}.weight" in wanted for site in sites)
         rows.append(
             Row(
                 role,
@@ -280,15 +279,16 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
                 sum(site.heads for site in sites) if role in HEAD_ROLES else 0,
                 start,
                 "/".join(sorted(gains)),
-                frozen,
+                _share(held, len(sites)),
                 sum(site.parameters for site in sites),
             )
         )
     for role, modules in whole_model_roles(model).items():
         # A norm or a tied matrix may be registered twice; it is one parameter.
-        unique = {id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}
-        frozen = "yes" if role in method.freeze else "no"
-        rows.append(Row(role, len(unique), 0, "as it was", "-", frozen, sum(unique.values())))
+        unique = {id(p): p for module in modules.values() for p in module.parameters(recurse=False)}
+        held = sum(id(p) in frozen_ids for p in unique.values())
+        size = sum(p.numel() for p in unique.values())
+        rows.append(Row(role, len(unique), 0, "as it was", "-", _share(held, len(unique)), size))
     parameters = [*model.parameters()]
     return ConversionReport(
         model=type(model).__name__,
@@ -299,3 +299,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         rows=tuple(rows),
     )
+
+
+def _share(held: int, of: int) -> str:
+    return {0: "no", of: "yes"}.get(held, f"{held} of {of} tensors")

@@ -299,12 +299,12 @@ def _match(pattern: str, modules: dict[str, tuple[str, nn.Module]]) -> list[tupl
     return sorted((int(match[1]), key) for match, key in found if match)
 
 
-def whole_model_roles(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Embeddings and norms, told by their class wherever they stand: they belong to no layer."""
-    modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+def whole_model_roles(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
+    """Embeddings and norms by their paths, told by their class wherever they stand."""
+    modules = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
     return {
-        "embeddings": [m for m in modules if isinstance(m, nn.Embedding)],
-        "norms": [m for m in modules if "norm" in type(m).__name__.lower()],
+        "embeddings": {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)},
+        "norms": {path: m for path, m in modules.items() if "norm" in type(m).__name__.lower()},
     }
 
 
@@ -317,11 +317,31 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
         and site.layer in select_layers(method.freeze[site.role], site.num_layers)
     ]
     for role, modules in whole_model_roles(model).items():
-        if role in method.freeze:
-            frozen += modules
+        if method.freeze.get(role) == "all":
+            frozen += modules.values()
+        elif role in method.freeze:
+            frozen += _selected(modules, method.freeze[role])
     # A tied parameter has several names; `named_parameters` reports it under the first.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)] for module in frozen for p in module.parameters(recurse=False)}
+
+
+def _selected(modules: dict[str, nn.Module], layers: str) -> list[nn.Module]:
+    """The modules of these layers. A layer is the first number in a path, counted in each stack by itself;
+    what has none goes with the first layer where it belongs to the embeddings, and trains otherwise."""
+    found = {path: re.search(r"(.*?\.)(\d+)\.", path) for path in modules}
+    depths: dict[str, int] = {}
+    for match in found.values():
+        if match:
+            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
+    chosen = {stack: select_layers(layers, depth) for stack, depth in depths.items()}
+    below = any(0 in numbers for numbers in chosen.values())
+    return [
+        module
+        for path, module in modules.items()
+        if ((match := found[path]) and int(match[2]) in chosen[match[1]])
+        or (not match and "embed" in path and below)
+    ]
 
 
 def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ from oelm.orthogonal import KINDS
 
 # What a parameter can be in a Transformer, whatever its architecture calls it.
 ROLES = ("q", "k", "v", "o", "ffn_in", "ffn_out", "embeddings", "norms")
+# A short word in `freeze`: all that a layer has.
+BLOCKS = ("q", "k", "v", "o", "ffn_in", "ffn_out", "norms")
 HEAD_ROLES = ("q", "k")  # start head by head; the others as one block
 START_ROLES = ("q", "k", "ffn_in", "ffn_out")
 
@@ -33,7 +35,8 @@ class Method:
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
             "own" gives each head the spectral norm its block had.
     freeze  role -> the layers whose parameters never train: "all", or Python's way of slicing the
-            layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5".
+            layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5". "blocks" stands for
+            every role of a layer that is not named itself.
     scores  "constant": no gradient flows through the attention scores, not even to the layers below.
             The usual "differentiable" lets it flow, through frozen q and k too.
     """
@@ -50,18 +53,19 @@ class Method:
             table = getattr(self, name)
             if not isinstance(table, Mapping) or not all(isinstance(v, str) for v in table.values()):
                 raise UserError(f"{name} maps roles to words, for example {{'q': 'all'}}, but is {table!r}")
+        if "blocks" in self.freeze:
+            named = {role: layers for role, layers in self.freeze.items() if role != "blocks"}
+            object.__setattr__(self, "freeze", dict.fromkeys(BLOCKS, self.freeze["blocks"]) | named)
         for role, kind in self.start.items():
             _known(role, START_ROLES, "role that can be initialised")
             _known(kind, (*KINDS, *OWN_KINDS), "kind of block")
             if role not in HEAD_ROLES and kind != "orthogonal":
                 raise UserError(f"{role} can start as 'orthogonal' only, not {kind!r}")
         for role, layers in self.freeze.items():
-            _known(role, ROLES, "role")
+            _known(role, (*ROLES, "blocks"), "role")
             select_layers(layers, 1)
-            if role in ("embeddings", "norms") and layers != "all":
-                raise UserError(
-                    f"{role} are frozen in the whole model or not at all: use 'all', not {layers!r}"
-                )
+            if role == "embeddings" and layers != "all":
+                raise UserError(f"{role} belong to no layer: use 'all', not {layers!r}")
         _known(self.init, INITS, "init")
         _known(self.scores, SCORES, "kind of scores")
         if self.scores == "constant" and any(self.freeze.get(role) != "all" for role in HEAD_ROLES):
@@ -131,7 +135,7 @@ def _start(kind: str, *roles: str) -> dict[str, str]:
     return dict.fromkeys(roles, kind)
 
 
-_BLOCKS = dict.fromkeys(("q", "k", "v", "o", "ffn_in", "ffn_out"), "all")
+_PROJECTIONS = dict.fromkeys(("q", "k", "v", "o", "ffn_in", "ffn_out"), "all")
 
 PRESETS: dict[str, Method] = {
     method.name: method
@@ -154,8 +158,10 @@ PRESETS: dict[str, Method] = {
         Method("oelm-k-only", start=_start("orthogonal", "k"), freeze={"k": "all"}),
         Method("oelm-qk-ffn", start=_start("orthogonal", "q", "k", "ffn_in", "ffn_out"), freeze=_QK | _FFN),
         Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
-        Method("linear-probe", freeze=_BLOCKS | {"embeddings": "all", "norms": "all"}),
-        Method("norms-only", freeze=_BLOCKS | {"embeddings": "all"}),
+        Method("linear-probe", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}),
+        Method("norms-only", freeze=_PROJECTIONS | {"embeddings": "all"}),
+        Method("top-1", freeze={"blocks": ":-1", "embeddings": "all"}),
+        Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
     )
 }
 

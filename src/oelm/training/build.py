@@ -47,6 +47,11 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     if store.kind == SEQ2SEQ:
         set_writing(model, store)
     report = convert(model, Method.from_dict(config.method.overrides()), seed=seed)
+    if not report.trainable:
+        raise UserError(
+            f"method {report.method} freezes all of {config.model.name}, which has no separate head for this "
+            "task: nothing is left to train"
+        )
     if new:
         report = replace(report, notes=(f"{', '.join(sorted(new))}: new, for this task",))
     return model, report

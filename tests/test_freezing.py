@@ -1,0 +1,146 @@
+"""What trains, by layer and by role, as one asks for it on the command line."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+import oelm
+from oelm.cli_run import resolve_config
+from oelm.method import Method
+from tests.data.made import parquet
+from tests.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
+from tests.tiny import build
+
+# The task's head; BERT's pooler serves nothing else.
+HEADS = {"bert": r"classifier\.|bert\.pooler\.", "gpt2": r"score\.", "t5": r"classification_head\."}
+NORMS = {"bert": r"LayerNorm\.", "gpt2": r"\.ln_(1|2|f)\.", "t5": r"layer_norm\."}
+# Three layers each, in T5 each of two stacks: the number of a layer, and norms above all layers.
+LAYER = {"bert": r"\.layer\.(\d)\.", "gpt2": r"\.h\.(\d)\.", "t5": r"\.block\.(\d)\."}
+TOP = {"bert": "(?!)", "gpt2": r"\.ln_f\.", "t5": r"final_layer_norm\."}
+QK = {
+    "bert": r"self\.(query|key)\.",
+    "gpt2": r"c_attn\.(q|k)\.",
+    "t5": r"(SelfAttention|EncDecAttention)\.(q|k)\.",
+}
+every_family = pytest.mark.parametrize("name", HEADS)
+
+
+def classifier(name):
+    if name == "bert":
+        return build(name)
+    config = build(name).config
+    config.num_labels, config.eos_token_id = 3, 1
+    kind = {"gpt2": "GPT2", "t5": "T5"}[name]
+    return getattr(transformers, f"{kind}ForSequenceClassification")(config)
+
+
+def trained(name, method, *assignments):
+    """The names of what trains under a method named as on the command line."""
+    config = resolve_config(None, None, {"method.name": method}, [*assignments])
+    model = classifier(name)
+    oelm.convert(model, Method.from_dict(config.method.overrides()), seed=0)
+    oelm.audit(model)
+    found = {path for path, p in model.named_parameters() if p.requires_grad}
+    return found, {path for path, _ in model.named_parameters()}
+
+
+def matching(names, *patterns):
+    return {path for path in names if any(re.search(pattern, path) for pattern in patterns)}
+
+
+def in_layers(names, name, layers):
+    return {path for path in names if (m := re.search(LAYER[name], path)) and int(m[1]) in layers}
+
+
+@every_family
+@pytest.mark.parametrize("method", ["oelm", "frozen", "oelm-polar"])
+def test_only_the_last_two_layers_train_q_and_k(name, method):
+    found, names = trained(name, method, "method.freeze.q=:-2", "method.freeze.k=:-2")
+    assert names - found == in_layers(matching(names, QK[name]), name, {0})
+
+
+@every_family
+def test_a_linear_probe_trains_the_head_alone(name):
+    found, names = trained(name, "linear-probe")
+    assert found == matching(names, HEADS[name])
+
+
+@every_family
+def test_norms_only_trains_norms_and_the_head(name):
+    found, names = trained(name, "norms-only")
+    assert found == matching(names, HEADS[name], NORMS[name])
+
+
+@every_family
+@pytest.mark.parametrize("top", [1, 2])
+def test_the_top_blocks_train_whole(name, top):
+    expected = None
+    for method, *assignments in (
+        (f"top-{top}",),
+        ("baseline", f'method.freeze={{blocks=":-{top}", embeddings="all"}}'),
+        ("oelm", f"method.freeze.blocks=:-{top}", "method.freeze.embeddings=all"),
+    ):
+        found, names = trained(name, method, *assignments)
+        expected = in_layers(names, name, {2, 1} if top == 2 else {2}) | matching(
+            names, HEADS[name], TOP[name]
+        )
+        expected -= matching(names, r"relative_attention_bias")  # an embedding, though it lies in block 0
+        assert found == expected
+
+
+@every_family
+def test_norms_of_some_layers(name):
+    found, names = trained(name, "baseline", "method.freeze.norms=-1:")
+    assert names - found == in_layers(matching(names, NORMS[name]), name, {2})
+
+
+def test_a_probe_is_a_run_like_any_other(oelm_cli, world, save):  # noqa: F811
+    save("probed")
+    words = (
+        "--data",
+        "three.csv",
+        "--model",
+        "probed",
+        "--max-length",
+        "24",
+        "--steps",
+        "3",
+        "--out",
+        "probe",
+    )
+    code, _, err = oelm_cli("train", *words, "--method", "top-1")
+    assert code == 0, err
+    assert "norms            14      -  as it was  -     10 of 14 tensors" in err
+    assert oelm_cli("audit", "probe")[0] == 0
+    before = transformers.BertForSequenceClassification.from_pretrained(world / "probed").state_dict()
+    after = transformers.BertForSequenceClassification.from_pretrained(world / "probe" / "model").state_dict()
+    moved = {key for key, value in after.items() if not torch.equal(value, before[key])}
+    assert moved and moved == matching(moved, r"layer\.2\.", HEADS["bert"])
+
+
+def test_a_language_model_whose_output_is_its_embedding_cannot_be_probed(oelm_cli, world, save):  # noqa: F811
+    save("tied", "gpt2")
+    for split in ("train", "validation"):
+        (world / "tinystories").mkdir(exist_ok=True)
+        parquet(
+            world / "tinystories" / f"{split}.parquet",
+            text=[f"a fine film about words {split} {i}" for i in range(200)],
+        )
+    words = (
+        "--task",
+        "tinystories",
+        "--data-dir",
+        world,
+        "--model",
+        "tied",
+        "--max-length",
+        "24",
+        "--steps",
+        1,
+    )
+    code, _, err = oelm_cli("train", *words, "--method", "linear-probe", "--out", "tied-run")
+    assert code == 2, err
+    assert "linear-probe freezes all of tied" in err
+    assert not (world / "tied-run").exists()
