@@ -53,6 +53,11 @@ from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
 
+class Embedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return look_up(self.weight, ids)
+
+
 class FeedForward(nn.Module):
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__()
@@ -131,9 +136,9 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
 
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__(config)
-        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        self.wte = Embedding(config.vocab_size, config.d_model)
         if config.positions == "learned":
-            self.wpe = nn.Embedding(config.max_position_embeddings, config.d_model)
+            self.wpe = Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
@@ -165,7 +170,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         """
         if packing is not None:
             self._check_packing(attention_mask, position_ids)
-        x = inputs_embeds if input_ids is None else look_up(self.wte.weight, input_ids)  # (B, T, C)
+        x = inputs_embeds if input_ids is None else self.wte(input_ids)  # (B, T, C)
         if x is None or (inputs_embeds is not None and input_ids is not None):
             raise UserError("a model is given either input_ids or inputs_embeds")
         length, device = x.shape[1], x.device
@@ -189,7 +194,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             mask, causal = attention_mask_of(valid, length, self.causal), False
         rotation = None
         if self.config.positions == "learned":
-            x = x + look_up(self.wpe.weight, position_ids)
+            x = x + self.wpe(position_ids)
         else:
             head_dim = self.config.d_model // self.config.num_heads
             rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)

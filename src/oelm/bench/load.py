@@ -62,9 +62,15 @@ class MemorySplit(Split):
 class MemoryStore(Store):
     """A store with nothing but a training split, in memory."""
 
-    def __init__(self, meta: dict[str, Any], train: MemorySplit, tokenizer: Any) -> None:
+    def __init__(
+        self, meta: dict[str, Any], train: MemorySplit, tokenizer: Any, source: Store | None = None
+    ) -> None:
         super().__init__(Path(), meta | {"splits": {}})
-        self.splits, self._tokenizer = {"train": train}, tokenizer
+        self.splits, self._tokenizer, self.source = {"train": train}, tokenizer, source
+
+    def used_tokens(self) -> Array:
+        """A sample stands for all of the data; made texts stand for any."""
+        return np.ones(self.vocab_size, dtype=bool) if self.source is None else self.source.used_tokens()
 
     def tokenizer(self) -> Any:
         return self._tokenizer
@@ -82,7 +88,7 @@ def sample_texts(store: Store, texts: int) -> MemoryStore:
         "ids": split.ids[items],
     }
     meta = {"items": len(items), "class_counts": split.meta["class_counts"]}
-    return MemoryStore(store.meta, MemorySplit(columns, meta), store.tokenizer())
+    return MemoryStore(store.meta, MemorySplit(columns, meta), store.tokenizer(), store)
 
 
 def sample_stream(store: Store, tokens: int) -> MemoryStore:

@@ -118,6 +118,17 @@ class Store:
             raise UserError(f"{self.folder} has no split {split!r}; it has: {', '.join(self.splits)}")
         return self.splits[split]
 
+    def used_tokens(self) -> Array:
+        """For every number of the vocabulary, whether it occurs in any split or as padding."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for split in self.splits.values():
+            columns = [split.tokens, *([split.target_tokens] if split.has("target_tokens") else [])]
+            for tokens in columns:
+                for start in range(0, len(tokens), 1 << 24):  # a memory map: a piece at a time
+                    counts += np.bincount(tokens[start : start + (1 << 24)], minlength=self.vocab_size)
+        counts[self.pad_id] += 1
+        return counts > 0
+
     def tokenizer(self) -> Any:
         """The tokenizer the store was made with, as transformers loads it."""
         from transformers import AutoTokenizer

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from oelm.atomic import read_json, sync_files, sync_folder, write_json
 from oelm.errors import RunError, UserError
+from oelm.training.live_rows import live_weights
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)
@@ -51,12 +52,15 @@ def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every parameter, and every moment of those that have any, by name."""
-    parameters = {name: whole(p) for name, p in model.named_parameters()}
-    moments = {
-        f"{name}/{key}": whole(torch.as_tensor(value))
-        for name, p in model.named_parameters()
-        for key, value in optimizer.state.get(p, {}).items()
-    }
+    live = live_weights(model)
+    parameters, moments = {}, {}
+    for name, parameter in model.named_parameters():
+        short = live.get(name)
+        value = whole(parameter)
+        parameters[name] = short.widened(value, short.aside) if short else value
+        for key, moment in optimizer.state.get(parameter, {}).items():
+            value = whole(torch.as_tensor(moment))
+            moments[f"{name}/{key}"] = short.widened(value) if short and value.dim() else value
     return parameters, moments
 
 
@@ -73,15 +77,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Put a checkpoint's values where they came from, sharded as the model is."""
+    live = live_weights(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_like(checkpoint.model[name], parameter))
+            value, short = checkpoint.model[name], live.get(name)
+            parameter.copy_(_like(short.narrowed(value) if short else value, parameter))
     if optimizer is None:
         return
     names = dict(model.named_parameters())
     for key, value in checkpoint.optimizer.items():
         name, _, moment = key.rpartition("/")
-        parameter = names[name]
+        parameter, short = names[name], live.get(name)
+        value = short.narrowed(value) if short and value.dim() else value
         placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
         # A copy: what is read from a file may still be that file, and checkpoints are deleted in time.
         optimizer.state[parameter][moment] = placed.clone()

@@ -23,6 +23,7 @@ from oelm.errors import Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
+from oelm.training.live_rows import put_back
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.objective import Measured, make_objective
@@ -268,6 +269,7 @@ def _finish(session: Session) -> dict[str, Any]:
     if session.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError("the run ended without an evaluation")
     restore(session.checkpoints.load(session.progress.best["step"]), session.raw, None)
+    put_back(session.raw)
     checked = audit(session.raw, session.before)
     tests = session.config.training.test
     tested = evaluate(session.model, session.objective, "test", session.autocast) if tests else None

@@ -15,6 +15,7 @@ from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.training import fast, parallel
 from oelm.training.half import HalfWeights
+from oelm.training.live_rows import set_aside
 from oelm.training.objective import Batch, Objective
 from oelm.training.schedule import (
     clip_in_step,
@@ -87,6 +88,8 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     precision, _ = parallel.resolve_precision(training.precision, state.device)
     # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if training.fast and not training.fsdp and objective.store.kind != "lm":
+        set_aside(raw, objective.store.used_tokens())
     raw.to(state.device)
     if training.gradient_checkpointing:
         raw.gradient_checkpointing_enable({"use_reentrant": False})
