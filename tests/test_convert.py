@@ -98,7 +98,8 @@ def test_every_method_on_every_family(name, method):
         oelm.convert(model, method, seed=1)
     except UserError as error:  # more columns than d_model, or what only the reference GPT can do
         too_wide = method.startswith("oelm-global") and name == "qwen3"
-        assert too_wide or (method == "oelm-value-only" and name != "oelm-gpt"), error
+        no_lora = method == "lora" and (name == "oelm-gpt" or "pip install peft" in str(error))
+        assert too_wide or no_lora or (method == "oelm-value-only" and name != "oelm-gpt"), error
         assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
         return
     assert torch.equal(torch.get_rng_state(), rng), "the global generator is not used"

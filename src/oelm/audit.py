@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from oelm.errors import AuditError, UserError
 from oelm.families import block_gain, find_sites, frozen_names
+from oelm.lora import adapted_layers, plain_name
 from oelm.method import HEAD_ROLES, Method
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 
@@ -27,6 +28,14 @@ class Fingerprint:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
         return cls(dict(values["frozen"]), tuple(values["trainable"]))
+
+    def merged(self) -> "Fingerprint":
+        """What is left of it once adapters are merged: the weights they were merged into have changed."""
+        adapted = {name for name in self.frozen if name.endswith(".base_layer.weight")}
+        return Fingerprint(
+            {plain_name(name): "" if name in adapted else digest for name, digest in self.frozen.items()},
+            tuple(name for name in self.trainable if ".lora_" not in name),
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     """
     model = unwrap(model)
     method = method_of(model)
+    if before is not None and method.lora and not adapted_layers(model):
+        before = before.merged()
     problems = [*_state_problems(model, method, before)]
     problems += _digest_problems(model, method) if before is None else _changes(model, before)
     heads, largest, allowed = 0, 0.0, 0.0
@@ -140,7 +151,7 @@ def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None
 
 def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
     for name, parameter in model.named_parameters():
-        if name in before.frozen and _digest(parameter) != before.frozen[name]:
+        if before.frozen.get(name) and _digest(parameter) != before.frozen[name]:
             yield f"{name}: a frozen weight changed"
 
 

@@ -72,6 +72,7 @@ class MethodConfig:
     gain: float | str | None = None
     freeze: dict[str, str] | None = None
     scores: str | None = None
+    lora: int | None = None
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}

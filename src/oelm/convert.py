@@ -15,8 +15,9 @@ from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.changes import ConversionReport, Row
 from oelm.errors import UserError
 from oelm.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
-from oelm.fused import SplitQKV
+from oelm.fused import PARTS, SplitQKV
 from oelm.gpt_config import OelmGPTConfig
+from oelm.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
 from oelm.method import HEAD_ROLES, Method, get_method, select_layers
 from oelm.moved import Sample, head_moves, score_changes, score_scales
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
@@ -64,6 +65,8 @@ def apply_method(
         seed = operator.index(seed)
     except TypeError:
         raise UserError(f"seed must be a whole number, not {seed!r}") from None
+    if method.lora:
+        check_lora(model)
     sites = find_sites(model)
     _refuse_unfit_weights(sites)
     _refuse_empty_selections(sites, method)
@@ -87,6 +90,8 @@ def apply_method(
         site.write(weight)
         if _is_drawn(kind, init):
             site.zero_bias()  # a bias belongs to the weight it was trained with
+    if method.lora:
+        add_lora(model, method.lora, seed)
     wanted = _freeze(model, method)
     model.config.oelm = {
         "method": method.to_dict(),
@@ -137,6 +142,8 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
             _replace(model, path, module.to_fused())
+    for path, layer in adapted_layers(model).items():
+        _replace(model, path, merged(layer))
     _set_scores(model, Method.scores)
     del model.config.oelm
     return model
@@ -226,10 +233,14 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
 
 
 def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
-    """Freeze what the method says, splitting fused matrices of which a part is frozen; return the names."""
+    """Freeze what the method says and return the names. A fused matrix of which a part is frozen is split."""
     for site in find_sites(model):
-        layers = method.freeze.get(site.role)
-        if site.part is not None and layers and site.layer in select_layers(layers, site.num_layers):
+        frozen = [
+            role
+            for role in PARTS
+            if role in method.freeze and site.layer in select_layers(method.freeze[role], site.num_layers)
+        ]
+        if site.part is not None and 0 < len(frozen) < len(PARTS):
             module = model.get_submodule(site.path)
             if isinstance(module, nn.Linear | Conv1D):  # not split yet on behalf of another of its parts
                 _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
@@ -289,6 +300,9 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
         held = sum(id(p) in frozen_ids for p in unique.values())
         size = sum(p.numel() for p in unique.values())
         rows.append(Row(role, len(unique), 0, "as it was", "-", _share(held, len(unique)), size))
+    if adapters := adapter_parameters(model):
+        size = sum(p.numel() for p in adapters)
+        rows.append(Row("lora", len(adapters), 0, f"rank {method.lora}, no change yet", "-", "no", size))
     parameters = [*model.parameters()]
     return ConversionReport(
         model=type(model).__name__,

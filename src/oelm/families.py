@@ -179,7 +179,7 @@ class Site:
     @property
     def attention(self) -> str:
         """The module that calls this projection: the same for q and k of one attention."""
-        holder = self.path.rpartition(".")[0]
+        holder = self.path.removesuffix(".base_layer").rpartition(".")[0]
         return holder.rpartition(".")[0] if self.split else holder
 
     @property
@@ -269,6 +269,8 @@ def _attention_sites(
         for layer, key in found:
             projection, module = modules[key]
             path, name, part, split = projection, f"{key}.weight", None, False
+            if isinstance(base := getattr(module, "base_layer", None), nn.Module):  # in an adapter: lora.py
+                path, module = f"{path}.base_layer", base
             if fused:
                 name = f"{key}.{role}.weight"
                 if split := isinstance(module, SplitQKV):

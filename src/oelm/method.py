@@ -39,6 +39,7 @@ class Method:
             every role of a layer that is not named itself.
     scores  "constant": no gradient flows through the attention scores, not even to the layers below.
             The usual "differentiable" lets it flow, through frozen q and k too.
+    lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
     """
 
     name: str = "custom"
@@ -47,6 +48,7 @@ class Method:
     gain: float | str = "family"
     freeze: Mapping[str, str] = field(default_factory=dict)
     scores: str = "differentiable"
+    lora: int = 0
 
     def __post_init__(self) -> None:
         for name in ("start", "freeze"):
@@ -70,6 +72,10 @@ class Method:
         _known(self.scores, SCORES, "kind of scores")
         if self.scores == "constant" and any(self.freeze.get(role) != "all" for role in HEAD_ROLES):
             raise UserError("scores = 'constant' gives q and k no gradient: freeze both in all layers")
+        if not isinstance(self.lora, int) or isinstance(self.lora, bool) or self.lora < 0:
+            raise UserError(f"lora is the rank of the adapters, a whole number, not {self.lora!r}")
+        if self.lora and any(self.freeze.get(role) != "all" for role in ("q", "k", "v")):
+            raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
             raise UserError(
                 "'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it"
@@ -85,8 +91,9 @@ class Method:
         """Plain JSON, the inverse of `from_dict`. What came later stands there only where it is used, so
         that older records keep their identity."""
         values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
-        if self.scores == Method.scores:
-            del values["scores"]
+        for name in ("scores", "lora"):
+            if values[name] == getattr(Method, name):
+                del values[name]
         return values
 
     @classmethod
@@ -160,6 +167,7 @@ PRESETS: dict[str, Method] = {
         Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
         Method("linear-probe", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}),
         Method("norms-only", freeze=_PROJECTIONS | {"embeddings": "all"}),
+        Method("lora", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}, lora=8),
         Method("top-1", freeze={"blocks": ":-1", "embeddings": "all"}),
         Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
     )
