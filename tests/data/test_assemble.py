@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DataCollatorWithPadding
 
 from oelm.data import Plan, Store, load_file, packed_batch, padded_batch, prepare
+from oelm.data.assemble import round_width
 from tests.data.made import sentence, write_csv
 
 
@@ -86,3 +87,9 @@ def test_segments_survive_packing(stores: dict[str, Store]) -> None:
 
 def test_a_text_alone_has_no_segments(stores: dict[str, Store]) -> None:
     assert "token_type_ids" not in padded_batch(stores["single"]["train"], np.arange(2), 0).inputs()
+
+
+@given(st.integers(1, 1 << 14))
+def test_round_widths_are_few_and_near(n):
+    assert n <= round_width(n) < n + max(8, n // 8 + 1)
+    assert round_width(round_width(n)) == round_width(n)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
-from oelm.data.assemble import filled, round_up
+from oelm.data.assemble import filled, round_up, round_width
 from oelm.training import fast, parallel
 from oelm.training.build import build_model
 from oelm.training.half import HalfWeights
@@ -67,7 +67,7 @@ def test_packed_batches_have_the_losses_and_gradients_of_padded_ones(store, pool
     model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
     items = np.array([3, 50, 7, 200, 121])
     found = []
-    for attributes in ({}, {"packed": True}, {"packed": True, "static": True}):
+    for attributes in ({}, {"static": True}, {"packed": True}, {"packed": True, "static": True}):
         loss = objective(store, **attributes).loss(
             model, objective(store, **attributes).batch("train", items)
         )
@@ -166,6 +166,15 @@ def test_clipping_inside_the_optimizer_is_clipping():
         assert found[0][0] == pytest.approx(found[1][0])
         for one, other in zip(found[0][1], found[1][1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_padded_batches_have_round_widths(store):
+    task, lengths = objective(store, static=True), store["train"].lengths
+    shortest = np.argsort(lengths)[:4]
+    for items in (shortest, np.arange(8)):
+        width = task.batch("train", items).inputs["input_ids"].shape[1]
+        assert width == min(round_width(int(lengths[items].max())), store.max_length)
+    assert task.batch("validation", np.arange(2)).inputs["input_ids"].shape[1] <= store.max_length
 
 
 def test_why_a_run_is_not_fast_is_said(store):

@@ -11,9 +11,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from oelm.config import make_config
 from oelm.data import open_store
-from oelm.training.loop import train
 from oelm.training.build import build_model
 from oelm.training.live_rows import LiveEmbedding, live_weights, put_back, set_aside
+from oelm.training.loop import train
 from tests.training.runs import make_store
 
 

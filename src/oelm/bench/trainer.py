@@ -81,8 +81,8 @@ class HuggingFaceTrainer(Arm):
             output_dir=self.folder.name, per_device_train_batch_size=batch_size, num_train_epochs=1e5,
             learning_rate=1e-4, weight_decay=0.01, max_grad_norm=1.0, lr_scheduler_type="constant",
             optim="adamw_torch_fused", bf16=gpu, use_cpu=not gpu,
-            torch_compile=compiled, dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no", report_to=[],
-            disable_tqdm=True, logging_nan_inf_filter=False, **precision, **grouped_by_length(),
+            torch_compile=compiled, dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no",
+            report_to=[], disable_tqdm=True, logging_nan_inf_filter=False, **precision, **grouped_by_length(),
         )  # fmt: skip
         tokenizer = store.tokenizer()
         if tokenizer.pad_token is None:  # GPT-2's has none; the usual stand-in is the one the store names

@@ -89,12 +89,20 @@ def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
     return ranges(starts, lengths), lengths
 
 
-def _padded(flat: Array, lengths: Array, fill: int) -> tuple[Array, Array]:
-    """Items that stand end to end as rows, and where a row is theirs."""
-    real = np.arange(int(lengths.max())) < lengths[:, None]
+def _padded(flat: Array, lengths: Array, fill: int, widest: int | None) -> tuple[Array, Array]:
+    """Values that lie end to end as rows (B, L), and where in them they are."""
+    longest = int(lengths.max())
+    width = longest if widest is None else max(longest, min(round_width(longest), widest))
+    real = np.arange(width) < lengths[:, None]
     rows = np.full(real.shape, fill, dtype=np.int64)
     rows[real] = flat
     return rows, real
+
+
+def round_width(n: int) -> int:
+    """The next round width of a padded batch: eight in each doubling, but multiples of 8."""
+    step = max(8, 1 << max(0, (n - 1).bit_length() - 4))
+    return -(-n // step) * step
 
 
 def packed_batch(split: Split, items: Array) -> Packed:
@@ -118,19 +126,20 @@ def packed_batch(split: Split, items: Array) -> Packed:
     return batch
 
 
-def padded_batch(split: Split, items: Array, pad_id: int) -> Padded:
-    """The items of a share, padded to their own longest."""
+def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = None) -> Padded:
+    """The items of a share, padded to their own longest; with `widest`, to round widths up to that, so that
+    few shapes occur."""
     places, lengths = _gather(split.offsets, items)
-    tokens, real = _padded(split.tokens[places], lengths, pad_id)
+    tokens, real = _padded(split.tokens[places], lengths, pad_id, widest)
     position = np.arange(real.shape[1])
     batch = Padded(ids=split.ids[items], input_ids=torch.from_numpy(tokens), attention_mask=_long(real))
     if split.has("labels"):
         batch.labels = torch.from_numpy(split.labels[items])
     if split.has("tags"):
-        batch.labels = torch.from_numpy(_padded(split.tags[places], lengths, IGNORE)[0])
+        batch.labels = torch.from_numpy(_padded(split.tags[places], lengths, IGNORE, widest)[0])
     if split.has("target_tokens"):
         places, lengths = _gather(split.target_offsets, items)
-        batch.labels = torch.from_numpy(_padded(split.target_tokens[places], lengths, IGNORE)[0])
+        batch.labels = torch.from_numpy(_padded(split.target_tokens[places], lengths, IGNORE, widest)[0])
     if split.second is not None:
         batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
     if split.has("starts"):

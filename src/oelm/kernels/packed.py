@@ -54,16 +54,19 @@ def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool 
     starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
     place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
     real = place < ends[:, None]
-    place = place.clamp(max=len(k) - 1)
-    wide_k, wide_v = (x[place].transpose(1, 2) for x in (k, v))  # (S, H, T, D)
+    place = place.clamp(max=len(k) - 1).flatten()
+
+    def widen(x: Tensor) -> Tensor:  # not by indexing, whose backward pass is slow
+        return x.index_select(0, place).unflatten(0, real.shape).transpose(1, 2)  # (S, H, T, D)
+
     if one_query:
         some = real.any(1)
         mask = (real | ~some[:, None])[:, None, None]
-        out = F.scaled_dot_product_attention(q[:, :, None], wide_k, wide_v, attn_mask=mask)[:, :, 0]
+        out = F.scaled_dot_product_attention(q[:, :, None], widen(k), widen(v), attn_mask=mask)[:, :, 0]
         return out * some[:, None, None]
     # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
     mask = (real[:, None, :] | ~real[:, :, None])[:, None]
-    wide_q = q[place].transpose(1, 2)
-    out = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, attn_mask=mask).transpose(1, 2)
-    text = torch.searchsorted(ends, torch.arange(len(q), device=q.device), right=True)
-    return out[text, torch.arange(len(q), device=q.device) - starts[text]]
+    out = F.scaled_dot_product_attention(widen(q), widen(k), widen(v), attn_mask=mask).transpose(1, 2)
+    token = torch.arange(len(q), device=q.device)
+    text = torch.searchsorted(ends, token, right=True)
+    return out.flatten(0, 1).index_select(0, text * packing.longest + token - starts[text])

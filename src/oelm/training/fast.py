@@ -29,11 +29,14 @@ class Paths:
     padded: str | None
     eager: str | None
     compiled: bool
+    rows: tuple[int, int] | None = None  # of the embedding: in use, of all
 
     def __str__(self) -> str:
         texts = "texts are packed end to end" if self.padded is None else f"texts are padded ({self.padded})"
         steps = "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})"
-        return f"{texts}; {steps}; blocks are {'compiled' if self.compiled else 'not compiled'}"
+        blocks = f"blocks are {'compiled' if self.compiled else 'not compiled'}"
+        rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
+        return f"{texts}; {steps}; {blocks}{rows}"
 
 
 def why_padded(config: RunConfig, objective: Objective, model: nn.Module, device: torch.device) -> str | None:
@@ -98,6 +101,7 @@ class GraphedStep:
         self.end: tuple[Any, Tensor] | None = None
         self.norm: Tensor | None = None  # of the whole step just taken
         self.ended = False
+        self.failed = ""  # why no graph could be recorded
         self.pool: Any = None
 
     def backward(self, batch: Batch, scale: float) -> Tensor:
@@ -105,11 +109,15 @@ class GraphedStep:
         self.scale.fill_(scale)
         key = shapes_of(batch)
         if key not in self.graphs:
-            if key not in self.met or len(self.graphs) >= MOST_GRAPHS:
+            if key not in self.met or self.failed or len(self.graphs) >= MOST_GRAPHS:
                 self.met.add(key)
                 loss, self.norm = self._take(batch.to(self.device))
                 return loss
-            self.graphs[key] = self._record(batch.to(self.device))
+            try:
+                self.graphs[key] = self._record(batch.to(self.device))
+            except RuntimeError as error:  # a model may wait for the device in the middle of a step
+                self.failed = str(error).strip().splitlines()[0]
+                return self.backward(batch, scale)
         graph, static, loss, norm = self.graphs[key]
         copy_batch(batch, static)
         graph.replay()

@@ -56,22 +56,27 @@ class LiveEmbedding(nn.Embedding):
         return whole[self.live.to(whole.device)]
 
 
-def set_aside(model: Any, used: np.ndarray) -> None:
-    """Replace the input embedding by its rows in use, where it trains, is tied to nothing and that pays."""
+def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
+    """Replace the input embedding by its rows in use, where it trains, is tied to nothing and that pays.
+
+    Returns how many rows are in use, of how many; None where all stayed.
+    """
     whole = model.get_input_embeddings()
     if type(whole) not in (nn.Embedding, Embedding):  # others may do more than look up
-        return
+        return None
     plain = whole.max_norm is None and not whole.scale_grad_by_freq and not whole.sparse
     every = [module for _, module in model.named_modules(remove_duplicate=False)]
     owners = [m for m in every for p in m.parameters(recurse=False) if p is whole.weight]
     if not plain or len(owners) > 1 or not whole.weight.requires_grad:
-        return
+        return None
     wanted = torch.zeros(whole.num_embeddings, dtype=torch.bool)
     wanted[: len(used)] = torch.from_numpy(used)
     if whole.padding_idx is not None:
         wanted[whole.padding_idx] = True
-    if wanted.float().mean() <= WORTH_IT:
-        _put(model, whole, LiveEmbedding(whole, wanted))
+    if wanted.float().mean() > WORTH_IT:
+        return None
+    _put(model, whole, LiveEmbedding(whole, wanted))
+    return int(wanted.sum()), len(wanted)
 
 
 def put_back(model: nn.Module) -> None:

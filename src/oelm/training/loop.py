@@ -23,9 +23,9 @@ from oelm.errors import Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
-from oelm.training.live_rows import put_back
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
+from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
 from oelm.training.schedule import learning_rate
 from oelm.training.session import Session, Stop, start_session, stopping

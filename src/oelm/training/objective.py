@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oelm.audit import unwrap
 from oelm.data import (
     IGNORE,
+    Padded,
     Plan,
     Store,
     Windows,
@@ -73,7 +74,7 @@ class Objective(ABC):
 
     auto_class: str  # the transformers Auto class of its models
     packed = False  # texts end to end instead of padded: set where model and device can do it
-    static = False  # packed batches are filled up to few shapes: set where CUDA graphs want it
+    static = False  # batches for training have few shapes: set where CUDA graphs want it
 
     def __init__(self, store: Store, label_smoothing: float = 0.0, class_weights: str = "none") -> None:
         self.store, self.label_smoothing = store, label_smoothing
@@ -93,6 +94,10 @@ class Objective(ABC):
 
     @abstractmethod
     def batch(self, split: str, items: Array) -> Batch: ...
+
+    def padded(self, split: str, items: Array) -> Padded:
+        widest = self.store.max_length if self.static and split == "train" else None
+        return padded_batch(self.store[split], items, self.store.pad_id, widest)
 
     def count(self, split: str, items: Array) -> int:
         """How many texts or target tokens the loss of these items sums over."""
@@ -126,7 +131,7 @@ class Classification(Objective):
         tokens = int(self.store[split].lengths[items].sum())
         if self.packed:
             return self._packed_batch(split, items, tokens)
-        padded = padded_batch(self.store[split], items, self.store.pad_id)
+        padded = self.padded(split, items)
         assert padded.labels is not None
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
 
@@ -231,7 +236,7 @@ class Tagging(Objective):
     auto_class = "AutoModelForTokenClassification"
 
     def batch(self, split: str, items: Array) -> Batch:
-        padded = padded_batch(self.store[split], items, self.store.pad_id)
+        padded = self.padded(split, items)
         assert padded.labels is not None
         tokens = int(self.store[split].lengths[items].sum())
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
@@ -269,7 +274,7 @@ class Questions(Objective):
     longest_answer = 30  # tokens
 
     def batch(self, split: str, items: Array) -> Batch:
-        padded = padded_batch(self.store[split], items, self.store.pad_id)
+        padded = self.padded(split, items)
         assert padded.start_positions is not None and padded.end_positions is not None
         tokens = int(self.store[split].lengths[items].sum())
         targets = {"start": padded.start_positions, "end": padded.end_positions}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
-from oelm.data import IGNORE, Plan, Store, padded_batch, read_references
+from oelm.data import IGNORE, Plan, Store, read_references
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
 from oelm.training import metrics
@@ -40,7 +40,7 @@ class Seq2Seq(Objective):
         return Plan(part.lengths + part.target_lengths, batch_size, batch_tokens, seed)
 
     def batch(self, split: str, items: Array) -> Batch:
-        padded = padded_batch(self.store[split], items, self.store.pad_id)
+        padded = self.padded(split, items)
         assert padded.labels is not None
         tokens = int(self.store[split].lengths[items].sum()) + self.count(split, items)
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)

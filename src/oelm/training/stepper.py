@@ -88,8 +88,9 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     precision, _ = parallel.resolve_precision(training.precision, state.device)
     # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    rows = None
     if training.fast and not training.fsdp and objective.store.kind != "lm":
-        set_aside(raw, objective.store.used_tokens())
+        rows = set_aside(raw, objective.store.used_tokens())
     raw.to(state.device)
     if training.gradient_checkpointing:
         raw.gradient_checkpointing_enable({"use_reentrant": False})
@@ -99,6 +100,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         padded=fast.why_padded(config, objective, raw, state.device),
         eager=fast.why_eager(config, state.num_processes, state.device, precision),
         compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
+        rows=rows,
     )
     objective.packed, objective.static = paths.padded is None, paths.eager is None
     model = parallel.wrap(raw, state, training.fsdp)  # sharding replaces parameters: before the optimizer
