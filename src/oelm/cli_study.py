@@ -108,6 +108,8 @@ def resolve_study(
     for flag in ("seeds", "margin", "jobs"):
         if given[flag] is not None:
             flags[f"study.{flag}"] = given[flag]
+    if given["data"] is not None and given["task"] is None:
+        flags["study.tasks"] = []  # a file in place of the tasks that a study names
     for flag, key in (("task", "tasks"), ("methods", "methods"), ("lrs", "lrs")):
         if given[flag] is not None:
             flags[f"study.{key}"] = [part.strip() for part in given[flag].split(",") if part.strip()]

@@ -135,16 +135,20 @@ def square_product(device: torch.device) -> Product:
 
 
 def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int) -> Product:
-    """What freezing Q and K leaves out of a step: the products that give their weights' gradients."""
+    """What freezing Q and K leaves out of a classifier's step: the products that give their weights'
+    gradients. The last block has queries for the pooled tokens alone, so it is K's there."""
     dtype, steps = (torch.bfloat16, 20) if device.type == "cuda" else (torch.float32, 3)
 
-    def factors() -> tuple[Tensor, Tensor]:
-        grad = torch.randn(tokens, 2 * d_model, device=device, dtype=dtype)
+    def factors(width: int) -> tuple[Tensor, Tensor]:
+        grad = torch.randn(tokens, width, device=device, dtype=dtype)
         return grad.t(), torch.randn(tokens, d_model, device=device, dtype=dtype)
 
     # Factors of their own for each layer: a product that finds them in a cache is not the one in a step.
-    about = f"{layers} x ({2 * d_model} x {tokens} x {d_model}), {str(dtype).removeprefix('torch.')}"
-    return Product(about, [factors() for _ in range(layers)], steps)
+    widths = [2 * d_model] * (layers - 1) + [d_model]
+    about = f"{layers - 1} x ({2 * d_model} x {tokens} x {d_model}) and {d_model} x {tokens} x {d_model}"
+    return Product(
+        f"{about}, {str(dtype).removeprefix('torch.')}", [factors(width) for width in widths], steps
+    )
 
 
 @dataclass
