@@ -120,7 +120,8 @@ def _measured(model: PreTrainedModel, pairs: list[tuple[Site, Site]], sample: Sa
     except (TypeError, IndexError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"the sample does not fit this {type(model).__name__}: {error}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the sample does not fit this {type(model).__name__}: {reason}") from error
     finally:
         for module, was in training.items():
             module.training = was
