@@ -93,6 +93,7 @@ class _SplitProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         count, first = len(grads), ctx.constant
         flat_x = x.flatten(0, -2)
+        # From here on only what was put together is used, so that the gradients themselves can go.
         flowing = [grad.flatten(0, -2) for grad in grads[first:]]
         together = torch.cat(flowing, -1) if len(flowing) > 1 else flowing[0]
         grad_x = None
@@ -101,10 +102,11 @@ class _SplitProduct(torch.autograd.Function):
         found: list[Tensor | None] = [None] * count
         wanted = ctx.needs_input_grad[3 + first :]
         if all(wanted):
-            found[first:] = (together.t() @ flat_x).chunk(len(flowing))
+            found[first:] = (together.t() @ flat_x).chunk(len(wanted))
         else:
+            parts = together.chunk(len(wanted), -1)
             found[first:] = [
-                grad.t() @ flat_x if want else None for grad, want in zip(flowing, wanted, strict=True)
+                grad.t() @ flat_x if want else None for grad, want in zip(parts, wanted, strict=True)
             ]
         return (grad_x, None, None, *found)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.gpt import OelmGPTPreTrainedModel
-from oelm.training.objective import Batch, Classification, Objective
+from oelm.training.objective import Batch, Classification, Objective, pinned
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
 # Tokens. In one exploration on an H200 compiling took some 15 s and saved some 0.2 us a token.
@@ -167,5 +167,4 @@ def copy_batch(batch: Batch, static: Batch) -> None:
     """The batch's numbers into the tensors a graph was recorded with."""
     for mine, theirs in ((batch.inputs, static.inputs), (batch.targets, static.targets)):
         for name, tensor in mine.items():
-            pinned = tensor.pin_memory() if theirs[name].is_cuda else tensor
-            theirs[name].copy_(pinned, non_blocking=True)
+            theirs[name].copy_(pinned(tensor, theirs[name].device), non_blocking=True)

@@ -47,9 +47,8 @@ class Batch:
     longest: int | None = None  # of texts end to end; None: padded, or windows
 
     def to(self, device: torch.device) -> "Batch":
-        pin = device.type == "cuda"  # the copy then runs beside the computation
         move = lambda tensors: {  # noqa: E731
-            k: (v.pin_memory() if pin else v).to(device, non_blocking=True) for k, v in tensors.items()
+            k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()
         }
         return replace(self, inputs=move(self.inputs), targets=move(self.targets))
 
@@ -59,6 +58,15 @@ class Batch:
             return dict(self.inputs)
         inputs = dict(self.inputs)
         return inputs | {"packing": Packing(inputs.pop("bounds"), self.longest)}
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor where a GPU can fetch it by itself, beside its computation; as it is for a CPU."""
+    if device.type != "cuda":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(staged.numpy(), tensor.numpy())  # by one thread: torch would start them all and wait
+    return staged
 
 
 @dataclass
