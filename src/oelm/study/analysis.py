@@ -216,25 +216,28 @@ def _problems(arm: Arm, reference: Arm, pairs: int, study: Study | None) -> Iter
 def _by_item(
     group: Group, ours: list[Record], theirs: list[Record]
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
-    """The same difference over test items: from the predictions that were saved, where there are classes."""
-    if group.metric != "accuracy" or not ours:
-        return None, None
-    a, b = _correct(ours), _correct(theirs)
+    """The same difference over test items: from what was saved for each of them, where anything was."""
+    a, b = _item_scores(group.metric, ours), _item_scores(group.metric, theirs)
     if a is None or b is None or a.shape != b.shape:
         return None, None
-    found = item_bootstrap(100.0 * a, 100.0 * b)
-    return found, mcnemar_seeds(a, b)
+    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
+    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
 
 
-def _correct(records: list[Record]) -> np.ndarray | None:
-    """Right or wrong for every run and item, items in one order."""
+def _item_scores(metric: str, records: list[Record]) -> np.ndarray | None:
+    """The score of every run and item, items in one order: right or wrong where there are classes."""
     rows = []
     for record in records:
         arrays = record.predictions()
-        if arrays is None or "predictions" not in arrays or arrays["labels"].ndim != 1:
+        if arrays is None:
             return None
-        order = np.argsort(arrays["ids"], kind="stable")
-        rows.append((arrays["predictions"] == arrays["labels"])[order])
+        if metric in arrays:
+            scores = arrays[metric]
+        elif metric == "accuracy" and "predictions" in arrays and arrays["labels"].ndim == 1:
+            scores = arrays["predictions"] == arrays["labels"]
+        else:
+            return None
+        rows.append(scores[np.argsort(arrays["ids"], kind="stable")])
     return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
 
 

@@ -110,6 +110,8 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
+    if auto_class == "AutoModelForSequenceClassification" and model.config.pad_token_id is None:
+        model.config.pad_token_id = store.pad_id  # GPT-2 and Llama find a text's last token by it
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         from oelm.convert import release
 

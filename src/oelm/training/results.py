@@ -42,13 +42,19 @@ def estimate(
     text_config = model.config.get_text_config()
     width, layers = text_config.hidden_size, text_config.num_hidden_layers
     activations = on_device * width * layers * 40 * 4
-    if objective.store.kind == "lm":
+    if objective.store.kind in ("lm", "seq2seq"):
         activations += on_device * text_config.vocab_size * 3 * 4
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
         "time_s": 6 * multiplied * per_step * steps / (0.33 * _rate(state) * state.num_processes),
         "checkpoint_bytes": 4 * everything + 8 * trainable,
     }
+
+
+def _unrecorded(session: "Session") -> dict[str, str]:
+    """Why the step was no CUDA graph after all, where recording one failed."""
+    failed = session.graphed.failed if session.graphed is not None else ""
+    return {"eager": f"it could not be recorded: {failed}"} if failed else {}
 
 
 def _rate(state: PartialState) -> float:
@@ -150,7 +156,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "texts_per_s": round(texts, 2),
         "peak_memory_bytes": peak_memory(session.state.device),
         "data_fingerprint": session.store.fingerprint,
-        "paths": asdict(session.paths),
+        "paths": asdict(session.paths) | _unrecorded(session),
     }
 
 

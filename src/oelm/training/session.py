@@ -17,6 +17,7 @@ from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoints, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, environment
+from oelm.training.lineage import notes_on_start
 from oelm.training.objective import Objective
 from oelm.training.stepper import Stepper, make_stepper
 
@@ -87,7 +88,8 @@ def start_session(
         stepper.scaler.load_state_dict(loaded.state.pop("scaler", {}) or stepper.scaler.state_dict())
         progress = Progress(**loaded.state)
         audit(raw, before)
-    for text in (warning, *store.warnings, *checkpoints.problems, *_habits(config)):
+    start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
+    for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
         if text:
             progress.warn(text)
     label = f"{config.method.name} on {store.task}"

@@ -25,7 +25,7 @@ from oelm.training.build import refuse_seq2seq
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.language_quality import Writing, check_language_model, generation_quality
-from oelm.training.lineage import check_start, model_folder, notes_on_start
+from oelm.training.lineage import check_start, model_folder
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
 from oelm.training.seq2seq import write_lines
@@ -102,7 +102,6 @@ def prepared_store(config: RunConfig, show: bool) -> Store:
         if config.model.name not in PRESETS:
             check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
     config.task.tokenizer = store.meta["tokenizer"]["name"]
-    store.warnings += notes_on_start(config.model.name, store.kind, config.task.max_length)
     return store
 
 
