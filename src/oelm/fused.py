@@ -180,6 +180,9 @@ def split_linear(
             return F.linear(x, *kept.get(parts, 1, "concat")).chunk(len(parts), -1)
         kept.value = None
     weights = [part.weight for part in parts]
+    alike = all(w.requires_grad for w in weights) or not any(w.requires_grad for w in weights)
+    if alike and joint is None and not constant and not torch.compiler.is_compiling():
+        return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # nothing to leave out
     with torch.no_grad():
         weight = torch.cat(weights) if joint is None else joint
     x, weight, _ = _as_autocast(x, weight, None)

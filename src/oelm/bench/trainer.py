@@ -1,13 +1,12 @@
 """Hugging Face's Trainer as an arm: its own classes, unmodified, in the settings that serve it best.
 
-`Trainer.train` is one call for a whole run. It runs in a thread of its own that waits at the beginning of
-every epoch until the next window is wanted, so that it can take turns with others and nothing of it is
-rebuilt between windows. An epoch is one window: all texts once, in batches of its own choice.
+A window is one call of `Trainer.train` for one epoch: all texts once, in batches of its own choice, timed
+from the first step to the last. Model and optimizer go on; what a call sets up is not timed.
 """
 
-import queue
+import contextlib
+import io
 import tempfile
-import threading
 from dataclasses import fields
 from typing import Any
 
@@ -27,8 +26,6 @@ from oelm.bench.load import Load
 from oelm.bench.measure import Arm, Held, Window, gradient_bytes, now
 from oelm.data import Store
 from oelm.gpt_config import OelmGPTConfig
-
-PATIENCE = 300  # seconds for a window, compiling included, before the arm is given up
 
 
 class Texts(Dataset[dict[str, Any]]):
@@ -78,7 +75,7 @@ class HuggingFaceTrainer(Arm):
         # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
-            output_dir=self.folder.name, per_device_train_batch_size=batch_size, num_train_epochs=1e5,
+            output_dir=self.folder.name, per_device_train_batch_size=batch_size, num_train_epochs=1,
             learning_rate=1e-4, weight_decay=0.01, max_grad_norm=1.0, lr_scheduler_type="constant",
             optim="adamw_torch_fused", bf16=gpu, use_cpu=not gpu,
             torch_compile=compiled, dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no",
@@ -92,59 +89,34 @@ class HuggingFaceTrainer(Arm):
             args=arguments,
             train_dataset=Texts(store),
             data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Turns(self)],
+            callbacks=[_Clock(self)],
         )
-        self.wanted: queue.Queue[bool] = queue.Queue()
-        self.answers: queue.Queue[Window | BaseException] = queue.Queue()
-        self.thread: threading.Thread | None = None
+        self.timed: Window | None = None
         self.about = (
             f"GPT2ForSequenceClassification, Trainer, {'bf16' if gpu else 'fp32'}, SDPA, fused AdamW, "
             f"dynamic padding grouped by length, {'compiled' if compiled else 'eager'}"
         )
 
     def settle(self) -> None:
-        self.thread = threading.Thread(target=self._train, daemon=True)
-        self.thread.start()
         self.window()
 
     def window(self) -> Window:
-        self.wanted.put(True)
-        try:
-            answer = self.answers.get(timeout=PATIENCE)
-        except queue.Empty:
-            raise TimeoutError(f"no answer from the Trainer within {PATIENCE} s") from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a summary of every call
+            self.trainer.train()
+        assert self.timed is not None
+        return self.timed
 
     def close(self) -> None:
-        if self.thread is not None and self.thread.is_alive():
-            self.wanted.put(False)
-            self.thread.join(timeout=10)
         self.folder.cleanup()
 
-    def _train(self) -> None:
-        try:
-            self.trainer.train()
-        except _Enough:
-            pass
-        except BaseException as error:  # raised again where the window was asked for
-            self.answers.put(error)
 
-
-class _Enough(Exception):
-    """No further window is wanted."""
-
-
-class _Turns(TrainerCallback):
-    """Holds the run between epochs, times each from its first step to its last, and counts once."""
+class _Clock(TrainerCallback):
+    """Times each epoch from its first step to its last, and counts once what is held."""
 
     def __init__(self, arm: HuggingFaceTrainer) -> None:
         self.arm, self.began, self.steps, self.gradients = arm, 0.0, 0, 0
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        if not self.arm.wanted.get():
-            raise _Enough
         self.steps = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -162,7 +134,7 @@ class _Turns(TrainerCallback):
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         seconds, load = now(self.arm.device) - self.began, self.arm.load
-        self.arm.answers.put(Window(seconds, self.steps, load.texts, load.tokens, self.arm.operations))
+        self.arm.timed = Window(seconds, self.steps, load.texts, load.tokens, self.arm.operations)
 
 
 def grouped_by_length() -> dict[str, Any]:

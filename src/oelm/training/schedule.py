@@ -109,7 +109,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
     every gradient anyway, and `clip_grad_norm_` would read and write them all once more."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     if clip:
         coefficient = (clip / (norm + 1e-6)).clamp(max=1.0)  # what clip_grad_norm_ multiplies by
         # Where fused optimizers look for what a GradScaler would tell them.
@@ -118,6 +119,10 @@ def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter
     return norm
 
 
-def seed_step(seed: int, step: int, part: int) -> None:
+def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
     """Dropout's randomness for one micro-batch of one process."""
-    torch.manual_seed(int(shuffle_keys(np.array([part]), seed, step)[0] >> 1))
+    value = int(shuffle_keys(np.array([part]), seed, step)[0] >> 1)
+    # torch.manual_seed would look for every kind of device there is, which takes as long as a small layer.
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value)

@@ -42,6 +42,7 @@ class Stepper:
     precision: str
     paths: fast.Paths
     total: int  # steps of the run
+    parameters: list[nn.Parameter]
     graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
 
     def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
@@ -60,7 +61,7 @@ class Stepper:
             items = batches.share(k, part, world * training.accumulate)
             batch = self.objective.batch("train", items)
             tokens += batch.tokens
-            seed_step(training.seed, number, part)
+            seed_step(training.seed, number, part, state.device)
             if self.graphed is not None:
                 summed += self.graphed.backward(batch, 1 / count)
                 continue
@@ -73,9 +74,12 @@ class Stepper:
             summed += loss.detach() / count
         if self.graphed is not None:
             return summed, self.graphed.step(), tokens
-        self.scaler.unscale_(self.optimizer)
-        trained = [p for p in self.raw.parameters() if p.grad is not None]
-        norm = parallel.norm_of(trained, training.clip)
+        if self.scaler.is_enabled() or training.fsdp:
+            self.scaler.unscale_(self.optimizer)
+            trained = [p for p in self.parameters if p.grad is not None]
+            norm = parallel.norm_of(trained, training.clip)
+        else:
+            norm = clip_in_step(self.optimizer, self.parameters, training.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -116,6 +120,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         precision=precision,
         paths=paths,
         total=total,
+        parameters=list(raw.parameters()),
     )
     if paths.eager is None:
         stepper.graphed = _graphed_step(stepper)
@@ -124,7 +129,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
 
 def _graphed_step(stepper: Stepper) -> fast.GraphedStep:
     """The step as it is recorded."""
-    parameters = [p for p in stepper.raw.parameters() if p.requires_grad]
+    parameters = [p for p in stepper.parameters if p.requires_grad]
     scale = torch.zeros((), device=stepper.state.device)
     whole = stepper.config.training.accumulate == 1
     half = HalfWeights(stepper.raw, torch.bfloat16) if stepper.precision == "bf16" else None
