@@ -176,6 +176,9 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         length, device = x.shape[1], x.device
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
+        if attention_mask is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+            # Where nothing is hidden, attention without a mask is faster; a GPU would have to be waited for.
+            attention_mask = None if attention_mask.all() else attention_mask
         if getattr(past_key_values, "is_compileable", False):
             raise UserError("a static cache is not supported; leave cache_implementation at its default")
         if use_cache and past_key_values is None:
