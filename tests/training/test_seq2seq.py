@@ -349,7 +349,7 @@ def test_a_study_from_the_command_line(tmp_path: Path) -> None:
     done = oelm_command(tmp_path, "study", *words, "--set", "study.widen=0", "--out", "s")
     assert done.returncode == 0, done.stderr
     assert "x.csv, model: F1 on test in %" in done.stdout
-    assert "copy_source" in done.stdout
+    assert "the source itself" in done.stdout
     records = [*(tmp_path / "s").rglob("predictions.npz")]
     assert len(records) == 4
     scores = [np.load(path)["f1"] for path in records]
