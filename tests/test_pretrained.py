@@ -12,7 +12,7 @@ import oelm
 from oelm import cli
 from oelm.data.tokenizer import train_tokenizer
 from oelm.errors import UserError
-from oelm.pretrained import load_as_saved, load_checkpoint
+from oelm.pretrained import check_checkpoint, load_as_saved, load_checkpoint
 from tests import tiny
 
 WORDS = 300  # of the tokenizer below
@@ -294,3 +294,20 @@ def test_convert_as_json_and_its_mistakes(oelm_cli, world, save):
         assert not (world / "new").exists()
     code, _, err = oelm_cli("convert", "empty-out", "--out", "again")
     assert code == 2 and "already converted" in err
+
+
+def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(tmp_path):
+    for name, change in (("config", True), ("tensors", False)):
+        folder = tmp_path / name
+        tiny.build("bert").save_pretrained(folder)
+        if change:
+            values = json.loads((folder / "config.json").read_text())
+            values["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+            (folder / "config.json").write_text(json.dumps(values))
+        else:
+            state = load_file(folder / "model.safetensors")
+            save_file({k: (v * 100).to(torch.int8) for k, v in state.items()}, folder / "model.safetensors")
+        with pytest.raises(UserError, match="quantised"):
+            check_checkpoint(str(folder))
+        with pytest.raises(UserError, match="quantised"):
+            load_as_saved(str(folder))

@@ -36,13 +36,21 @@ def convert(
     from oelm.data.tokenizer import load_tokenizer
     from oelm.model_folder import check_new_folder, model_card, short_name, write_model
     from oelm.pretrained import check_checkpoint, load_as_saved
+    from oelm.training.lineage import model_folder as run_model
 
     check_new_folder(out)
     chosen = _method(method, set_ or [])
     texts = _lines(sample) if sample is not None else None
+    model = run_model(model)
     check_checkpoint(model)
     words = load_tokenizer(tokenizer or model)
     loaded = load_as_saved(model)
+    rows = int(loaded.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    if len(words) > rows:
+        raise UserError(
+            f"the tokenizer of {tokenizer or model} has {len(words):,} tokens, but the model knows {rows:,}; "
+            "name its own with --tokenizer"
+        )
     report = convert_model(
         loaded, chosen, seed=seed, sample=_batch(words, texts) if texts is not None else None
     )

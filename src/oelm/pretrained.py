@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -54,6 +54,8 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
         raise UserError(f"{name} is not a model that can be loaded: {_one_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)
+    if getattr(config, "quantization_config", None):
+        raise _quantised(name, "config.json has a quantization_config")
     return config
 
 
@@ -61,6 +63,7 @@ def check_checkpoint(name: str) -> None:
     """Refuse, before anything is prepared for it, a checkpoint that cannot be read or converted."""
     family_row(load_config(name).model_type)
     _refuse_pickles(name)
+    _refuse_integers(name)
 
 
 def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
@@ -85,6 +88,7 @@ def load_checkpoint(
     then it is the task's head alone.
     """
     _refuse_pickles(name)
+    _refuse_integers(name)
     with _quiet():
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
@@ -150,6 +154,23 @@ def _refuse_pickles(name: str) -> None:
                 f"{name} has its weights in {path.name} only, a pickle, which can run code when it is read: "
                 "save the model as safetensors where you trust it"
             )
+
+
+def _refuse_integers(name: str) -> None:
+    """Matrices of integers are not weights, whatever a config forgets to say. Buffers may be integers."""
+    for path in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []:
+        try:
+            with safe_open(path, framework="pt") as file:
+                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return  # loading it says what is wrong
+        for key, kind in kinds.items():
+            if key.endswith(".weight") and not kind.startswith(("F", "BF")):
+                raise _quantised(name, f"{key} is stored as {kind}")
+
+
+def _quantised(name: str, why: str) -> UserError:
+    return UserError(f"{name} is quantised ({why}): use the full-precision model, and quantise it afterwards")
 
 
 def _own_code(name: str) -> UserError:

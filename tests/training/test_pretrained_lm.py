@@ -5,14 +5,17 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from oelm.config import make_config
+from oelm.errors import UserError
 from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
-from oelm.training.build import build_model
+from oelm.training.build import _refuse_seeing_ahead, build_model
 from oelm.training.lineage import notes_on_start
 from oelm.training.objective import make_objective
 from oelm.training.trained import Trained, prepared_store
+from tests import tiny
 from tests.data.made import parquet, sentence
 from tests.training.language_models import caller, corpus, random_model
 
@@ -177,3 +180,15 @@ def test_a_language_model_is_not_evaluated_as_a_classifier(oelm_cli, language_mo
     code, _, err = oelm_cli("evaluate", language_model("gpt2", "oelm"), "--task", "sst2")
     assert code == 2 and "is a language model, and sst2 has labels" in err
     assert "--zero-shot" in err
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama"])
+def test_a_language_model_may_not_see_what_it_predicts(family, tmp_path):
+    """An encoder loads as a language model without a word, and its perplexity is too good to be true."""
+    tiny.build(family).save_pretrained(tmp_path / family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family)
+    if family in ("gpt2", "llama"):
+        _refuse_seeing_ahead(model, family)
+    else:
+        with pytest.raises(UserError, match="sees the tokens that follow"):
+            _refuse_seeing_ahead(model, family)

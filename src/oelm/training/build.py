@@ -110,6 +110,8 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
+    if auto_class == "AutoModelForCausalLM":
+        _refuse_seeing_ahead(model, name)
     if auto_class == "AutoModelForSequenceClassification" and model.config.pad_token_id is None:
         model.config.pad_token_id = store.pad_id  # GPT-2 and Llama find a text's last token by it
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
@@ -117,6 +119,21 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
 
         release(model)
     return model, new
+
+
+@torch.no_grad()
+def _refuse_seeing_ahead(model: PreTrainedModel, name: str) -> None:
+    """An encoder in a language model's place sees the tokens it is to predict: its perplexity would be
+    worth nothing. Whether a model does is seen from two texts that differ in their last token."""
+    training = model.training
+    ids = torch.tensor([[2, 3, 4, 5], [2, 3, 4, 3]])
+    before = model.eval()(input_ids=ids, use_cache=False).logits[:, :-1]
+    model.train(training)
+    if not torch.allclose(before[0], before[1], rtol=1e-5, atol=1e-6):
+        raise UserError(
+            f"{name} sees the tokens that follow, so it cannot learn to predict them: a language model "
+            "must be causal, such as GPT-2, Llama or a gpt- size"
+        )
 
 
 # What the families call their dropout rates.
