@@ -56,8 +56,11 @@ def convert(
     )
     title = f"{short_name(model)}, converted by `{report.method}`"
     card = model_card(title, loaded, report, model, [UNTRAINED])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_model(out, loaded, words, card)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_model(out, loaded, words, card)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}; name another folder") from None
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
         return
