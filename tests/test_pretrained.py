@@ -1,7 +1,6 @@
 """Checkpoints that are not what they say: one line each, exit code 2, and nothing left behind."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -9,11 +8,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import oelm
-from oelm import cli
 from oelm.data.tokenizer import train_tokenizer
 from oelm.errors import UserError
 from oelm.pretrained import check_checkpoint, load_as_saved, load_checkpoint
 from tests import tiny
+from tests.command_line import caller
 
 WORDS = 300  # of the tokenizer below
 
@@ -58,19 +57,7 @@ def oelm_cli(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
     monkeypatch.setenv("OELM_CACHE_DIR", str(world / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def call(*words):
-        capsys.readouterr()  # a fixture's own saving shows its progress
-        monkeypatch.setattr(sys, "argv", ["oelm", *map(str, words)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 def wider(config, tensors):

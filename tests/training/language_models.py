@@ -1,17 +1,14 @@
 """Small language models and corpora that the tests of language models make themselves."""
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
 import oelm
-from oelm import cli
 from oelm.data.tokenizer import train_tokenizer
 from tests.data.made import parquet, sentence
 
@@ -54,21 +51,3 @@ def random_model(family: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
-
-
-def caller(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """The command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*words: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["oelm", *map(str, words)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from oelm import cli
+from tests.command_line import caller
 from tests.training.test_parallel import rows
 
 
@@ -23,18 +23,7 @@ def oelm_cli(world, monkeypatch, capsys):
     """Call the command line in this process: (exit code, stdout, stderr)."""
     monkeypatch.chdir(world)
     monkeypatch.setenv("OELM_CACHE_DIR", str(world / "cache"))
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["oelm", *map(str, words)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 TRAIN = (

@@ -10,7 +10,8 @@ import torch
 
 from oelm.training.language_quality import Writing, distinct, repetition, words_of
 from oelm.training.trained import Trained
-from tests.training.language_models import FAMILIES, WINDOW, caller, corpus, random_model
+from tests.command_line import caller
+from tests.training.language_models import FAMILIES, WINDOW, corpus, random_model
 
 
 def test_the_measures_by_hand():

@@ -17,8 +17,8 @@ from oelm.orthogonal import q_factor, to_blocks, to_weight
 from oelm.study.catalogue import list_experiments
 from oelm.training.build import build_model
 from oelm.training.trained import prepared_store
+from tests.command_line import caller
 from tests.data.made import parquet, sentence
-from tests.training.language_models import caller
 
 BERT = ("XNLI-01", "XNLI-02", "SST2-01", "SST2-02", "MNLI-01", "MNLI-02")
 

@@ -16,8 +16,9 @@ from oelm.training.lineage import notes_on_start
 from oelm.training.objective import make_objective
 from oelm.training.trained import Trained, prepared_store
 from tests import tiny
+from tests.command_line import caller
 from tests.data.made import parquet, sentence
-from tests.training.language_models import caller, corpus, random_model
+from tests.training.language_models import corpus, random_model
 
 LM_STEPS = ("--steps", 6, "--batch-size", 4, "--lr", "1e-2", "--max-length", 48)
 

@@ -10,8 +10,9 @@ import torch
 from oelm.data import Choice
 from oelm.training.trained import Trained
 from oelm.training.zero_shot import make_question, read_items
+from tests.command_line import caller
 from tests.data.made import sentence, write_csv
-from tests.training.language_models import FAMILIES, WINDOW, caller, corpus, random_model
+from tests.training.language_models import FAMILIES, WINDOW, corpus, random_model
 
 # Of different lengths in tokens, so that sum and mean differ.
 LABELS = {"no": " bad", "yes": " warm and very good"}
