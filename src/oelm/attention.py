@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
-from oelm.fused import FusedWeights, split_linear
+from oelm.fused import FusedWeights, packed_linear, split_linear
 from oelm.gpt_config import OelmGPTConfig
+from oelm.kernels.own import joint_attention, one_query_attention
 from oelm.kernels.packed import Packing, packed_attention, packed_value_only
 from oelm.kernels.rows import pick_rows
 from oelm.kernels.value_only import value_only_attention
@@ -28,6 +29,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.layer_idx, self.kept = config.num_heads, layer_idx, FusedWeights()
         self.attention_dropout = config.attention_dropout
         self.value_only = False  # set by a method whose scores are constants for the backward pass
+        self.own_kernels = False  # training turns them on where they are faster (training/fast.py)
         # The weights of q, k and v in one, while training keeps them so (training/half.py).
         self.joint: nn.Parameter | None
         self.register_parameter("joint", None)
@@ -46,19 +48,25 @@ class SelfAttention(nn.Module):
         packing: Packing | None,
         rows: Tensor | None,
     ) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        plain = mask is None and rotation is None and cache is None and not dropout
+        if self.own_kernels and plain and rows is None and not self.value_only:
+            qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads, joint=self.joint)
+            y = joint_attention(qkv.unflatten(-1, (3, self.num_heads, -1)), causal, packing)
+            return self.o_proj(y.flatten(2))
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)) for part in self._project(x, rows)
         )  # (B, T, H, D)
         if rotation is not None:
             q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
         if packing is not None:  # one row of texts end to end
-            attend = packed_value_only if self.value_only else packed_attention
-            y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packing, rows is not None)
+            y = self._attend_packed(
+                q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packing, rows is not None
+            )
             return self.o_proj(y.view(1, len(y), -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
-        dropout = self.attention_dropout if self.training else 0.0
         if self.value_only:
             q, k = q.detach(), k.detach()
             if mask is None and cache is None and rows is None and not dropout:
@@ -69,6 +77,17 @@ class SelfAttention(nn.Module):
         with sdpa_kernel(MASKED_KERNELS) if mask is not None and x.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool
+    ) -> Tensor:  # (T, H, D)
+        if self.value_only and not one_query:
+            return packed_value_only(q, k, v, packing)
+        if self.value_only:  # of one query per text there is little to leave out
+            q, k = q.detach(), k.detach()
+        if self.own_kernels and one_query:
+            return one_query_attention(q, k, v, packing)
+        return packed_attention(q, k, v, packing, one_query)
 
     def _project(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
         """q, k and v, (B, T, C) each; q of the rows asked for only."""

@@ -64,6 +64,9 @@ class _PackedProduct(torch.autograd.Function):
         flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         wanted = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = [None] * len(wanted)
+        if layout == "concat" and wanted == (True, False) * 3:
+            grads[::2] = (flat_grad.t() @ flat_x).chunk(3)
+            return (grad_x, None, None, None, *grads)
         for index in range(3):
             if not (wanted[2 * index] or wanted[2 * index + 1]):
                 continue
@@ -142,8 +145,12 @@ def packed_linear(
     heads: int,
     layout: str = "concat",
     kept: FusedWeights | None = None,
+    joint: Tensor | None = None,
 ) -> Tensor:
-    """The outputs of the q, k and v projections in one fused tensor, by one matrix product."""
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product.
+
+    `joint` is their weights in one, where that lies ready.
+    """
     if kept is not None and not torch.compiler.is_compiling():
         if _is_next_token(x):
             return F.linear(x, *kept.get(parts, heads, layout))
@@ -151,11 +158,12 @@ def packed_linear(
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]
-    if all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors):
+    alike = all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors)
+    if alike and joint is None:
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
-        weight = fuse(weights, heads, layout)
+        weight = fuse(weights, heads, layout) if joint is None else joint
         bias = None if biases is None else fuse(biases, heads, layout)
     trained = [
         t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)

@@ -47,14 +47,17 @@ from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
 from oelm.kernels.gelu import gelu
 from oelm.kernels.packed import Packing
-from oelm.kernels.rows import look_up, pick_rows
+from oelm.kernels.rows import look_up, look_up_positions, pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
 
 class Embedding(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
+        """With `packing`, ids are the positions of texts that lie end to end."""
+        if packing is not None:
+            return look_up_positions(self.weight, ids, packing)
         return look_up(self.weight, ids)
 
 
@@ -80,18 +83,24 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
+        late: Tensor | None,
         mask: Tensor | None,
         causal: bool,
         rotation: Tensor | None,
         cache: Cache | None,
         packing: Packing | None,
         rows: Tensor | None = None,
-    ) -> Tensor:
-        """With `rows` (B,), counted through all texts, the result is these only: (B, 1, C)."""
+    ) -> tuple[Tensor, Tensor]:
+        """x, and what is still to be added to it: `late` for the next block.
+
+        The sum is left to where it is used next, so that a compiled block adds and normalises in one go.
+        With `rows` (B,), counted through all texts, the result is these only: (B, 1, C).
+        """
+        x = x if late is None else x + late
         y = self.attn(self.ln_1(x), mask, causal, rotation, cache, packing, rows)
         x = x if rows is None else pick_rows(x, rows)
         x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.ln_2(x)))
+        return x, self.dropout(self.mlp(self.ln_2(x)))
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -197,17 +206,18 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             mask, causal = attention_mask_of(valid, length, self.causal), False
         rotation = None
         if self.config.positions == "learned":
-            x = x + self.wpe(position_ids)
+            x = x + self.wpe(position_ids, packing)
         else:
             head_dim = self.config.d_model // self.config.num_heads
             rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
         x = self.dropout(x)
-        hidden = []
+        hidden, late = [], None
         for block in self.h:
-            hidden.append(x)
+            if output_hidden_states:
+                hidden.append(x if late is None else x + late)
             wanted = rows if block is self.h[-1] else None
-            x = block(x, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
-        x = self.ln_f(x)
+            x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
+        x = self.ln_f(x + late)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,

@@ -1,14 +1,11 @@
-"""The Triton kernel against its twin, on a CPU. Run with TRITON_INTERPRET=1 by test_value_only.py."""
+"""The Triton kernel against its twin, on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
 from oelm.errors import UserError
@@ -17,28 +14,6 @@ from oelm.kernels import value_only_attention as attention
 from oelm.kernels import value_only_attention_varlen as attention_varlen
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0, 0]
-KERNELS = (value_only_triton._forward_kernel, value_only_triton._backward_kernel)
-
-
-@pytest.fixture(autouse=True)
-def honest_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results start as NaN, so that what is not written is seen; bfloat16 is rounded, as a GPU does it."""
-    torch.manual_seed(0)
-    empty, convert = value_only_triton._empty_like, interpreter._convert_float
-
-    def rounding(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-        if source == tl.float32 and target == tl.bfloat16:  # Triton's interpreter cuts off instead
-            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
-        return convert(data, source, target, mode)
-
-    monkeypatch.setattr(value_only_triton, "_empty_like", lambda like: empty(like).fill_(float("nan")))
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
-
-
-@pytest.fixture(params=[(32, 16), (16, 32)], ids=str)
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "configs", [value_only_triton._config(*request.param, 4, 1)])
 
 
 def packed(*shape: int, head_dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -53,10 +28,6 @@ def trained(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> 
     out.backward(grad)
     assert q.grad is None and k.grad is None
     return out.detach(), v.grad
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def errors(call: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor]) -> list[float]:
@@ -92,7 +63,7 @@ def test_float32_is_exact_whatever_the_shape(rows: int, head_dim: int, causal: b
 def test_ragged_texts(causal: bool) -> None:
     cu_seqlens = torch.tensor([0, *RAGGED]).cumsum(0).int()
     found = errors(
-        lambda *x: attention_varlen(*x, cu_seqlens, 50, causal=causal, implementation="triton"),
+        lambda *x: attention_varlen(*x, cu_seqlens, causal=causal, implementation="triton"),
         lambda *x: value_only.reference_varlen(*x, cu_seqlens, causal=causal),
         packed(sum(RAGGED) + 40, head_dim=32),
     )
@@ -104,7 +75,7 @@ def test_ragged_texts(causal: bool) -> None:
 def test_every_row_has_its_tile(lengths: list[int], slack: int) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = packed(sum(lengths) + slack, head_dim=16)
-    out = attention_varlen(q, k, v, cu_seqlens, 1, causal=False, implementation="triton")
+    out = attention_varlen(q, k, v, cu_seqlens, causal=False, implementation="triton")
     torch.testing.assert_close(out, value_only.reference_varlen(q, k, v, cu_seqlens, causal=False))
 
 
@@ -179,7 +150,7 @@ def test_registered_as_torch_wants_it(varlen: bool) -> None:
     cu_seqlens = torch.tensor([0, 5, 18], dtype=torch.int32) if varlen else None
     q, k, v = (x.transpose(1, 2) for x in packed(1, 20, head_dim=16))
     v = v.detach().requires_grad_()
-    torch.library.opcheck(value_only_triton.forward, (q, k, v, cu_seqlens, 20, True, 0.25))
+    torch.library.opcheck(value_only_triton.forward, (q, k, v, cu_seqlens, True, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +163,7 @@ def test_compiled_in_one_graph(backend: str, varlen: bool) -> None:
     def block(x: Tensor, weight: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)) for part in F.linear(x, weight).chunk(3, -1))
         if varlen:
-            y = attention_varlen(q[0], k[0], v[0], cu_seqlens, 13, causal=True)[None]
+            y = attention_varlen(q[0], k[0], v[0], cu_seqlens, causal=True)[None]
         else:
             y = attention(*(part.transpose(1, 2) for part in (q, k, v)), causal=True).transpose(1, 2)
         return x + F.gelu(y.flatten(2))
@@ -203,22 +174,3 @@ def test_compiled_in_one_graph(backend: str, varlen: bool) -> None:
     found = torch.compile(block, backend=backend, fullgraph=True)(x, weight)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), (x, weight)), wanted)
-
-
-def test_tuning_happens_once_per_length_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, tried = KERNELS[0], []
-
-    def bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-        call()
-        tried.append(1)
-        return [1.0] * 3
-
-    choices = [value_only_triton._config(m, 32, 4, 1) for m in (16, 32, 128)]
-    monkeypatch.setattr(kernel, "configs", [*value_only_triton._FLOAT32, *choices])
-    monkeypatch.setattr(kernel, "cache", {})
-    monkeypatch.setitem(kernel.__dict__, "do_bench", bench)
-    for rows, new in ((10, 2), (60, 0), (65, 3), (100, 0)):  # 128 queries a tile are for longer texts
-        tried.clear()
-        q, k, v = (x.transpose(1, 2) for x in packed(1, rows, head_dim=16, dtype=torch.bfloat16))
-        attention(q, k, v, causal=False, implementation="triton")
-        assert len(tried) == new

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 from oelm.atomic import write_json
 from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
-
-# Arms share the code of their blocks, so that code is compiled once for each of them.
-RECOMPILE_LIMIT = 64
+from oelm.training.fast import RECOMPILE_LIMIT
 
 
 def run_bench(
@@ -24,7 +24,10 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure every case asked for. With `json_file` the record is written after each of them."""
     began = time.monotonic()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # arms share the code of their blocks
+    # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
 
     def time_left() -> bool:
         return settings.stop_after is None or time.monotonic() - began < settings.stop_after

@@ -41,12 +41,11 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_quer
     return portable(q, k, v, packing, one_query)
 
 
-def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
+def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """The same for scores that are constants for the backward pass."""
-    bounds, longest = packing
-    if q.is_cuda and not one_query:  # of one query per text there is little to save
-        return value_only_attention_varlen(q, k, v, bounds, longest, causal=False)
-    return packed_attention(q.detach(), k.detach(), v, packing, one_query)
+    if q.is_cuda:
+        return value_only_attention_varlen(q, k, v, packing.bounds, causal=False)
+    return packed_attention(q.detach(), k.detach(), v, packing)
 
 
 def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:

@@ -12,6 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oelm.kernels.packed import Packing
+
+try:
+    from oelm.kernels.positions_triton import position_gradient
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    position_gradient = None  # type: ignore[assignment]
+
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Rows of (B, T, C), counted through all texts, as (B, rows / B, C)."""
@@ -23,6 +30,29 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     if weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
         return Lookup.apply(weight, ids)
     return F.embedding(ids, weight)
+
+
+def look_up_positions(weight: Tensor, ids: Tensor, packing: Packing) -> Tensor:
+    """The embedding of every token's position in its text, for texts that lie end to end."""
+    if position_gradient is not None and weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
+        return PositionLookup.apply(weight, ids, packing.bounds)
+    return look_up(weight, ids)
+
+
+class PositionLookup(torch.autograd.Function):
+    """Thousands of tokens share a position: what is added there is gathered instead."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(bounds)
+        ctx.positions = len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (bounds,) = ctx.saved_tensors
+        return position_gradient(grad.flatten(0, -2), bounds, ctx.positions), None, None
 
 
 class Lookup(torch.autograd.Function):

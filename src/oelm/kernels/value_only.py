@@ -18,7 +18,7 @@ from torch import Tensor
 from oelm.errors import UserError
 
 try:
-    from oelm.kernels import value_only_triton
+    from oelm.kernels import attention_triton, value_only_triton
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     value_only_triton = None  # type: ignore[assignment]
 
@@ -56,14 +56,13 @@ def value_only_attention(
 ) -> Tensor:
     """Attention over (B, H, T, D) tensors of any strides whose backward pass computes the gradient of v only.
 
-    `scale` multiplies the scores; it is 1/sqrt(D) unless given. The first call for a length up to the next
-    power of two tunes the kernel, so it must come before a CUDA graph is captured.
+    `scale` multiplies the scores; it is 1/sqrt(D) unless given.
     """
     if q.dim() != 4:
         raise UserError(f"value_only_attention takes (B, H, T, D), not {tuple(q.shape)}")
     scale = _checked(q, k, v, scale)
     if _use_triton(v, implementation):
-        return value_only_triton.forward(q.detach(), k.detach(), v, None, q.shape[2], causal, scale)[0]
+        return value_only_triton.forward(q.detach(), k.detach(), v, None, causal, scale)[0]
     return _portable(q, k, v, causal=causal, scale=scale)
 
 
@@ -72,7 +71,6 @@ def value_only_attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    max_length: int,
     *,
     causal: bool,
     scale: float | None = None,
@@ -82,7 +80,7 @@ def value_only_attention_varlen(
 
     Text s is rows cu_seqlens[s] to cu_seqlens[s + 1]; cu_seqlens is int32 and starts with 0. Texts of length
     zero are allowed, and rows after the last text give zeros, so that shapes can be fixed beforehand. Where
-    the kernel runs, nothing waits for the device, and `max_length`, no text being longer, only guides tuning.
+    the kernel runs, nothing waits for the device.
     """
     if q.dim() != 3:
         raise UserError(f"value_only_attention_varlen takes (N, H, D), not {tuple(q.shape)}")
@@ -94,7 +92,7 @@ def value_only_attention_varlen(
     scale = _checked(q, k, v, scale)
     if _use_triton(v, implementation):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q.detach(), k.detach(), v))
-        out = value_only_triton.forward(q, k, v, cu_seqlens.contiguous(), max_length, causal, scale)[0]
+        out = value_only_triton.forward(q, k, v, cu_seqlens.contiguous(), causal, scale)[0]
         return out.squeeze(0).transpose(0, 1)
     return _each_text(_portable, q, k, v, cu_seqlens, causal, scale)
 
@@ -132,12 +130,12 @@ def _use_triton(v: Tensor, implementation: Implementation) -> bool:
 def _why_not_triton(v: Tensor) -> str:
     if value_only_triton is None:
         return "Triton is not installed"
-    if not v.is_cuda and not value_only_triton.INTERPRETED:
+    if not v.is_cuda and not attention_triton.INTERPRETED:
         return f"it needs a GPU, and the tensors are on {v.device}"
-    if v.dtype not in value_only_triton.DTYPES:
+    if v.dtype not in attention_triton.DTYPES:
         return f"it does not take {v.dtype}"
-    if v.shape[-1] > value_only_triton.MAX_HEAD_DIM:
-        return f"head_dim is {v.shape[-1]}, and it goes to {value_only_triton.MAX_HEAD_DIM}"
+    if v.shape[-1] > attention_triton.MAX_HEAD_DIM:
+        return f"head_dim is {v.shape[-1]}, and it goes to {attention_triton.MAX_HEAD_DIM}"
     return ""
 
 

@@ -1,19 +1,12 @@
 """Value-only attention for GPUs, in Triton. `value_only.py` says what it computes; this says how.
 
-Forward: one program per tile of queries walks the keys with an online softmax and keeps, per query, the
-log-sum-exp of its scores. Backward: one program per tile of keys walks the queries, makes the
-probabilities again from that log-sum-exp and sums P^T dO: two matrix products, where the gradients of
-q, k and v together take five. Neither v nor the output is kept for it. Exponentials and the kept
-logarithm are to the base 2, with log2(e) folded into the scale, because that is what the hardware computes.
-
-Tensors are (B, H, T, D) with any strides. Texts that lie end to end are one batch entry (B = 1) with
-`cu_seqlens`. No launch depends on a value on the device, so every call can stand in a CUDA graph.
+Backward: one program per tile of keys walks the queries, makes the probabilities again from the forward
+pass's log-sum-exp and sums P^T dO: two matrix products, where the gradients of q, k and v together take five.
+Neither v nor the output is kept for it.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,119 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU, in numpy
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 128
+from oelm.kernels.attention_triton import (
+    Tiles,
+    arguments,
+    empty_like,
+    first_of_head,
+    grid,
+    head_of,
+    launch_forward,
+    launch_options,
+    load,
+    product,
+    rows_of_tile,
+    store,
+)
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _rows_of_tile(cu_seqlens, num_texts, rows, tile, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """(first row of the text, its length, the tile's first row within it, whether it is a text at all).
-
-    Text s owns the tiles from cu_seqlens[s] // BLOCK + s on. These are enough for it whatever its length,
-    so rows // BLOCK + num_texts + 1 tiles are enough for all, and the grid depends on no length. The rows
-    after the last text are found as one more, which is no text.
-    """
-    start = tl.full((), 0, tl.int64)
-    length = rows
-    first = tile * BLOCK
-    is_text = True
-    if VARLEN:
-        text = tl.full((), 0, tl.int32)
-        above = text + num_texts + 1
-        while above - text > 1:
-            middle = (text + above) // 2
-            if tl.load(cu_seqlens + middle) // BLOCK + middle <= tile:
-                text = middle
-            else:
-                above = middle
-        begin = tl.load(cu_seqlens + text)
-        is_text = text < num_texts
-        start = begin.to(tl.int64)
-        length = tl.load(cu_seqlens + text + 1, mask=is_text, other=rows) - begin
-        first = (tile - begin // BLOCK - text) * BLOCK
-    return start, length, first, is_text
-
-
-@triton.jit
-def _head_of(tensor, strides, start):
-    """The program's own part of a tensor: where its text begins in its head, row stride, column stride."""
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    return tensor + batch * strides[0] + head * strides[1] + start * strides[2], strides[2], strides[3]
-
-
-@triton.jit
-def _pointers(head, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    tensor, row_stride, column_stride = head
-    origin = tensor + tl.cast(first, tl.int64) * row_stride  # within a tile 32 bits are enough
-    return origin + tl.arange(0, BLOCK)[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :] * column_stride
-
-
-@triton.jit
-def _load(
-    head, first, length,
-    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NEAR_END: tl.constexpr,
-):  # fmt: skip
-    """Rows `first` to `first + BLOCK` of a head. NEAR_END: zeros for those after the end of the text."""
-    pointers = _pointers(head, first, BLOCK, BLOCK_D)
-    row_exists = (first + tl.arange(0, BLOCK) < length)[:, None]
-    column_exists = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    if NEAR_END and HEAD_DIM < BLOCK_D:
-        tile = tl.load(pointers, mask=row_exists & column_exists, other=0.0)
-    elif NEAR_END:
-        tile = tl.load(pointers, mask=row_exists, other=0.0)
-    elif HEAD_DIM < BLOCK_D:
-        tile = tl.load(pointers, mask=column_exists, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
-def _store(
-    head, tile, first, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    exists = (first + tl.arange(0, BLOCK) < length)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    tl.store(_pointers(head, first, BLOCK, BLOCK_D), tile.to(head[0].dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _product(a, b, sums):
-    """sums + a @ b, in float32."""
-    if _INTERPRETED:  # its products take the bits of a bfloat16 for an integer
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision="ieee")
-
-
-@triton.jit
-def _attend(
-    state, q_tile, k, v, first_query, low, high, length, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over keys low..high. MASKED: some of them are hidden from some of the queries."""
-    sums, total, peak = state
-    queries = first_query + tl.arange(0, BLOCK_M)
-    for first in range(low, high, BLOCK_N):
-        k_tile = _load(k, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        scores = _product(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        if MASKED:
-            keys = first + tl.arange(0, BLOCK_N)
-            seen = (keys < length)[None, :]
-            if CAUSAL:
-                seen = seen & (keys[None, :] <= queries[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        # Every query sees key 0, which is in the first tile: from there on the peak is finite.
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        peak = new_peak
-        total = total * shrink + tl.sum(weights, 1)
-        v_tile = _load(v, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        sums = _product(weights.to(v_tile.dtype), v_tile, sums * shrink[:, None])
-    return sums, total, peak
+BACKWARD = Tiles(32, 64)
 
 
 @triton.jit
@@ -146,8 +42,8 @@ def _gather(
     keys = first_key + tl.arange(0, BLOCK_N)
     for first in range(low, high, BLOCK_M):
         queries = first + tl.arange(0, BLOCK_M)
-        q_tile = _load(q, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
-        scores = _product(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        q_tile = load(q, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
+        scores = product(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if NEAR_END:  # exp2(-inf): a query that does not exist gives nothing
             normaliser = tl.load(lse + queries, mask=queries < length, other=float("inf"))
         else:
@@ -155,114 +51,31 @@ def _gather(
         if DIAGONAL:
             scores = tl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
         weights = tl.exp2(scores * scale - normaliser[None, :])
-        grad_tile = _load(grad, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
-        sums = _product(weights.to(grad_tile.dtype), grad_tile, sums)
+        grad_tile = load(grad, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
+        sums = product(weights.to(grad_tile.dtype), grad_tile, sums)
     return sums
 
 
-def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"BLOCK_M": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
-
-
-# Exact float32 products do not run on the matrix units and need registers: small tiles, many warps.
-_FLOAT32 = [_config(64, 32, 8, 2), _config(64, 32, 16, 2)]
-
-
-def _configs(*choices: tuple[int, int, int, int]) -> list[triton.Config]:
-    if INTERPRETED:  # nothing to tune; small tiles, so that small inputs have several
-        return [_config(32, 16, 4, 1)]
-    return _FLOAT32 + [_config(*choice) for choice in choices]
-
-
-def _prune(
-    configs: list[triton.Config], tensors: dict[str, Any], *, length_class: int, **_: Any
-) -> list[triton.Config]:
-    """What is worth trying: for shorter texts than a tile most of its work would be thrown away."""
-    if tensors["q"].dtype == torch.float32:
-        return _FLOAT32
-    return [c for c in configs if c not in _FLOAT32 and max(c.kwargs.values()) <= length_class]
-
-
-# The choice is kept on disk: the same machine computes the same bits from one process to the next.
-_tuned: dict[str, Any] = {
-    "key": ["length_class", "HEAD_DIM", "CAUSAL", "VARLEN"],
-    "prune_configs_by": {"early_config_prune": _prune},
-    "cache_results": True,
-}
-
-
-# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages). A warp group of four takes 64 rows of a product.
-@triton.autotune(
-    _configs(
-        (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
-        (128, 128, 8, 3),
-    ),
-    **_tuned,
-)  # fmt: skip
-@triton.jit(do_not_specialize=["num_texts", "length_class"])
-def _forward_kernel(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
-    cu_seqlens, num_texts, rows, scale, length_class,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    if CAUSAL:  # later queries see more keys: begin with the long work
-        tile = tl.num_programs(0) - 1 - tile
-    start, length, first, is_text = _rows_of_tile(cu_seqlens, num_texts, rows, tile, BLOCK_M, VARLEN)
-    if first >= length:
-        return
-    out = _head_of(out, out_strides, start)
-    lse += (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + start
-    queries = first + tl.arange(0, BLOCK_M)
-    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if not is_text:
-        _store(out, sums, first, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-        tl.store(lse + queries, total, mask=queries < length)
-        return
-    q, k, v = _head_of(q, q_strides, start), _head_of(k, k_strides, start), _head_of(v, v_strides, start)
-    q_tile = _load(q, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-
-    # Only the tiles of keys that hold the text's end or the diagonal need a mask.
-    high = tl.minimum(first + BLOCK_M, length) if CAUSAL else length
-    masked = (first if CAUSAL else length) // BLOCK_N * BLOCK_N
-    state = sums, total, tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    state = _attend(state, q_tile, k, v, first, 0, masked, length, scale,
-                    HEAD_DIM, BLOCK_D, CAUSAL, False, BLOCK_M, BLOCK_N)  # fmt: skip
-    sums, total, peak = _attend(state, q_tile, k, v, first, masked, high, length, scale,
-                                HEAD_DIM, BLOCK_D, CAUSAL, True, BLOCK_M, BLOCK_N)  # fmt: skip
-    _store(out, sums / total[:, None], first, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    tl.store(lse + queries, peak + tl.log2(total), mask=queries < length)
-
-
-@triton.autotune(
-    _configs(
-        (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 128, 8, 2),
-        (128, 64, 4, 2),
-    ),
-    **_tuned,
-)  # fmt: skip
-@triton.jit(do_not_specialize=["num_texts", "length_class"])
+@triton.jit(do_not_specialize=["num_texts"])
 def _backward_kernel(
     q, k, lse, grad, grad_v, q_strides, k_strides, grad_strides, grad_v_strides,
-    cu_seqlens, num_texts, rows, scale, length_class,
+    cu_seqlens, num_texts, rows, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    start, length, first, is_text = _rows_of_tile(cu_seqlens, num_texts, rows, tile, BLOCK_N, VARLEN)
+    start, length, first, is_text = rows_of_tile(cu_seqlens, num_texts, rows, tile, BLOCK_N, VARLEN)
     if first >= length:
         return
-    grad_v = _head_of(grad_v, grad_v_strides, start)
+    grad_v = head_of(grad_v, grad_v_strides, start)
     sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if not is_text:
-        _store(grad_v, sums, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
+        store(grad_v, sums, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
         return
-    q, k = _head_of(q, q_strides, start), _head_of(k, k_strides, start)
-    grad = _head_of(grad, grad_strides, start)
-    lse += (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + start
-    k_tile = _load(k, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    q, k = head_of(q, q_strides, start), head_of(k, k_strides, start)
+    grad = head_of(grad, grad_strides, start)
+    lse += first_of_head(rows, start)
+    k_tile = load(k, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, True)
 
     low = 0
     if CAUSAL:  # earlier queries do not see these keys, the next ones see some of them, later ones all
@@ -274,89 +87,43 @@ def _backward_kernel(
                    HEAD_DIM, BLOCK_D, False, False, BLOCK_M, BLOCK_N)  # fmt: skip
     sums = _gather(sums, k_tile, q, grad, lse, first, ragged, length, length, scale,
                    HEAD_DIM, BLOCK_D, False, True, BLOCK_M, BLOCK_N)  # fmt: skip
-    _store(grad_v, sums, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
-
-
-def _grid(
-    like: Tensor, cu_seqlens: Tensor | None, block: str
-) -> Callable[[dict[str, int]], tuple[int, int, int]]:
-    batch, heads, rows, _ = like.shape
-
-    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
-        if cu_seqlens is None:
-            return triton.cdiv(rows, meta[block]), heads, batch
-        return rows // meta[block] + cu_seqlens.shape[0], heads, batch  # see _rows_of_tile
-
-    return grid
-
-
-def _arguments(
-    like: Tensor, cu_seqlens: Tensor | None, max_length: int, causal: bool, scale: float
-) -> dict[str, Any]:
-    """What both kernels take besides their tensors."""
-    head_dim = like.shape[-1]
-    return {
-        "cu_seqlens": cu_seqlens,
-        "num_texts": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "rows": like.shape[2],
-        "scale": scale * math.log2(math.e),
-        # The tuning is shared by lengths between two powers of two.
-        "length_class": min(max(triton.next_power_of_2(max_length), 64), 4096),
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),  # the least a matrix product takes
-        "CAUSAL": causal,
-        "VARLEN": cu_seqlens is not None,
-    }
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    """(B, H, T, D) that lies in memory as (B, T, H, D): joining its heads again costs no copy."""
-    batch, heads, rows, head_dim = tensor.shape
-    return tensor.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+    store(grad_v, sums, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
 
 
 # Opaque to torch.compile: it calls the kernels as they are, strides and all, and captures them in its graphs.
 @torch.library.custom_op("oelm::value_only_forward", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_length: int, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output and the base-2 log-sum-exp of each query's scores, (B, H, T). Rows of no text give zeros."""
-    out, lse = _empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)
-    with torch.cuda.device_of(v):
-        _forward_kernel[_grid(v, cu_seqlens, "BLOCK_M")](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            **_arguments(v, cu_seqlens, max_length, causal, scale),
-        )  # fmt: skip
-    return out, lse
+    return launch_forward(q, k, v, cu_seqlens, causal, scale)
 
 
 @torch.library.custom_op("oelm::value_only_backward", mutates_args=())
 def backward(
-    q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, max_length: int, causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:  # fmt: skip
-    grad_v = _empty_like(grad)
+    grad_v = empty_like(grad)
     with torch.cuda.device_of(grad):
-        _backward_kernel[_grid(grad, cu_seqlens, "BLOCK_N")](
+        _backward_kernel[grid(grad, cu_seqlens, "BLOCK_N")](
             q, k, lse, grad, grad_v, q.stride(), k.stride(), grad.stride(), grad_v.stride(),
-            **_arguments(grad, cu_seqlens, max_length, causal, scale),
+            **arguments(grad, cu_seqlens, causal, scale), **launch_options(BACKWARD, grad),
         )  # fmt: skip
     return grad_v
 
 
 @forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_length: int, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)
+    return empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)
 
 
 @backward.register_fake
 def _(
-    q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, max_length: int, causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:  # fmt: skip
-    return _empty_like(grad)
+    return empty_like(grad)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -369,7 +136,7 @@ def _autograd(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     q, k, lse, cu_seqlens = ctx.saved_tensors
     wanted = ctx.needs_input_grad[2] and grad is not None
     grad_v = backward(q, k, lse, grad, cu_seqlens, *ctx.settings) if wanted else None
-    return None, None, grad_v, None, None, None, None
+    return None, None, grad_v, None, None, None
 
 
 forward.register_autograd(_autograd, setup_context=_setup_context)

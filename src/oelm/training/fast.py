@@ -13,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oelm.attention import SelfAttention
 from oelm.config import RunConfig
 from oelm.gpt import OelmGPTPreTrainedModel
+from oelm.kernels.own import have_own_kernels
 from oelm.training.objective import Batch, Classification, Objective, pinned
+from oelm.training.parallel import DTYPES
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
 # Tokens. In one exploration on an H200 compiling took some 15 s and saved some 0.2 us a token.
 COMPILE_FROM = 100_000_000
+# All blocks share one code, which is compiled anew for the first, the last and the others, with gradients and
+# without; past the limit PyTorch would go on uncompiled.
+RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,14 @@ class Paths:
     padded: str | None
     eager: str | None
     compiled: bool
+    own_kernels: bool = False
     rows: tuple[int, int] | None = None  # of the embedding: in use, of all
 
     def __str__(self) -> str:
         texts = "texts are packed end to end" if self.padded is None else f"texts are padded ({self.padded})"
         steps = "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})"
         blocks = f"blocks are {'compiled' if self.compiled else 'not compiled'}"
+        blocks += "; attention by kernels of our own" if self.own_kernels else ""
         rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
         return f"{texts}; {steps}; {blocks}{rows}"
 
@@ -67,12 +75,26 @@ def why_eager(config: RunConfig, processes: int, device: torch.device, precision
     return None
 
 
+def use_own_kernels(model: nn.Module, config: RunConfig, device: torch.device, precision: str) -> bool:
+    """Have the attention of a reference GPT computed by our own kernels, where they are faster."""
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    if not config.training.fast or not attentions:
+        return False
+    head_dim = attentions[0].q_proj.out_features // attentions[0].num_heads
+    if not have_own_kernels(device, DTYPES.get(precision, torch.float32), head_dim):
+        return False
+    for attention in attentions:
+        attention.own_kernels = True
+    return True
+
+
 def compile_blocks(model: nn.Module, tokens: float, config: RunConfig, device: torch.device) -> bool:
     """Compile every block of a reference GPT in place, where the run's tokens are enough to earn it back."""
     if not config.training.fast or device.type != "cuda" or tokens < COMPILE_FROM:
         return False
     if not isinstance(model, OelmGPTPreTrainedModel):
         return False
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for block in model.base_model.h:  # type: ignore[union-attr]
         block.compile(dynamic=True)
     return True

@@ -1,0 +1,66 @@
+"""Compiles every kernel for a Hopper GPU, without one. Run by test_interpreted.py."""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
+
+from oelm.kernels import attention_triton, joint_triton, one_query_triton, positions_triton, value_only_triton
+
+SHARED_MEMORY = 99 * 1024  # what a program can have on every GPU that knows bfloat16
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+driver.set_active(Hopper())
+
+
+def check(kernel: triton.JITFunction, *args: object, **kwargs: object) -> None:
+    made = kernel.warmup(*args, grid=(1,), **kwargs)
+    assert made.metadata.shared <= SHARED_MEMORY, (kernel, kwargs, made.metadata.shared)
+    assert "cubin" in made.asm
+
+
+numbers, bounds = MockTensor(torch.float32), MockTensor(torch.int32)
+for head_dim in (64, 128):
+    width = 8 * head_dim
+    for dtype in (torch.bfloat16, torch.float32):
+        x = MockTensor(dtype)
+        row = (3 * width, head_dim, 1)
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": one_query_triton.BLOCK}
+        check(one_query_triton._forward_kernel, x, x, x, x, numbers, *[row] * 4, bounds, 0.1, **sizes)
+        check(
+            one_query_triton._backward_kernel,
+            *[x] * 4, numbers, *[x] * 4, *[row] * 7, bounds, 0.1, 0.1, **sizes,
+        )  # fmt: skip
+        for causal in (False, True):
+            batch = 1 if not causal else 4
+            like = torch.empty(batch, 8, 4096, head_dim, dtype=dtype, device="meta")
+            cu_seqlens = None if causal else torch.empty(9, dtype=torch.int32, device="meta")
+            strides = (4096 * 3 * width, head_dim, 3 * width, 1)
+            common = attention_triton.arguments(like, cu_seqlens, causal, 0.1)
+            common["cu_seqlens"] = None if causal else bounds
+            for kernel, tensors, count, tiles in (
+                (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
+                (value_only_triton._backward_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
+                (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
+                (joint_triton._key_kernel, [x] * 4 + [numbers] * 2 + [x] * 2, 3, joint_triton.KEYS),
+            ):
+                more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
+                options = attention_triton.launch_options(tiles, like)
+                check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+for dtype in (torch.bfloat16, torch.float32):
+    x = MockTensor(dtype)
+    check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)

@@ -1,0 +1,197 @@
+"""Our own attention kernels on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
+from torch import Tensor
+
+import oelm
+from oelm.kernels import joint_triton, one_query_triton, positions_triton
+from oelm.kernels.own import joint_attention, one_query_attention
+from oelm.kernels.packed import Packing, portable
+
+RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
+
+
+def packing_of(lengths: list[int]) -> Packing:
+    return Packing(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+
+
+def expected(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
+    if packing is not None:
+        return portable(*qkv[0].unbind(1), packing)[None]
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def trained(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output and the gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def errors(call: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor]) -> list[float]:
+    shape = call(*inputs).shape
+    grad = torch.randn(shape).to(inputs[0].dtype)
+    found, exact = trained(call, inputs, grad), trained(twin, [x.double() for x in inputs], grad.double())
+    return [error(a, b) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("tiles")
+def test_float32_is_exact_whatever_the_tiles(causal: bool) -> None:
+    found = errors(
+        lambda x: joint_attention(x, causal, None),
+        lambda x: expected(x, causal, None),
+        [torch.randn(2, 50, 3, 2, 64)],
+    )
+    assert all(e < 1e-6 for e in found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "head_dim"), [(64, 32), (33, 128), (1, 16), (21, 20)])
+def test_float32_is_exact_whatever_the_shape(rows: int, head_dim: int, causal: bool) -> None:
+    found = errors(
+        lambda x: joint_attention(x, causal, None),
+        lambda x: expected(x, causal, None),
+        [torch.randn(1, rows, 3, 3, head_dim)],
+    )
+    assert all(e < 1e-6 for e in found)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_texts_end_to_end() -> None:
+    packing = packing_of(RAGGED)
+    found = errors(
+        lambda x: joint_attention(x, False, packing),
+        lambda x: expected(x, False, packing),
+        [torch.randn(1, sum(RAGGED), 3, 2, 32)],
+    )
+    assert all(e < 1e-6 for e in found)
+
+
+def test_rows_of_no_text_give_and_get_nothing() -> None:
+    qkv = torch.randn(1, 40, 3, 2, 16, requires_grad=True)
+    out = joint_attention(qkv, False, packing_of([5, 18]))
+    out.sum().backward()
+    assert not out[0, 23:].any() and not qkv.grad[0, 23:].any() and qkv.grad[0, :23].all()
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 64])
+def test_one_query_for_every_text(head_dim: int) -> None:
+    packing = packing_of(RAGGED)
+    keys = torch.randn(sum(RAGGED), 2, 2, head_dim)  # strides as in a joint product
+    found = errors(
+        lambda q, k, v: one_query_attention(q, k, v, packing),
+        lambda q, k, v: portable(q, k, v, packing, one_query=True),
+        [torch.randn(len(RAGGED), 2, head_dim), *keys.unbind(1)],
+    )
+    assert all(e < 1e-6 for e in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["causal", "packed", "one query"])
+def test_half_precision_is_as_good_as_attention_elsewhere(dtype: torch.dtype, kind: str) -> None:
+    packing = packing_of(RAGGED)
+    rows = sum(RAGGED)
+    inputs = [torch.randn(1, rows, 3, 2, 64).to(dtype)]
+    ours: Callable[..., Tensor] = lambda x: joint_attention(x, kind == "causal", None)  # noqa: E731
+    twin: Callable[..., Tensor] = lambda x: expected(x, kind == "causal", None)  # noqa: E731
+    if kind == "packed":
+        ours, twin = lambda x: joint_attention(x, False, packing), lambda x: expected(x, False, packing)
+    if kind == "one query":
+        inputs = [torch.randn(n, 2, 64).to(dtype) for n in (len(RAGGED), rows, rows)]
+        ours = lambda *x: one_query_attention(*x, packing)  # noqa: E731
+        twin = lambda *x: portable(*x, packing, one_query=True)  # noqa: E731
+    for found, theirs in zip(errors(ours, twin, inputs), errors(twin, twin, inputs), strict=True):
+        assert found <= 2 * theirs
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_hundreds(dtype: torch.dtype, causal: bool, sign: int) -> None:
+    qkv = torch.randn(1, 45, 3, 2, 32)
+    qkv[:, :, 1] = qkv[:, :, 0] * sign * 6 * 32**0.5  # every query meets its own key at about 200, or at -200
+    qkv = qkv.to(dtype)
+    grad = torch.randn(1, 45, 2, 32).to(dtype)
+    found = trained(lambda x: joint_attention(x, causal, None), [qkv], grad)
+    exact = trained(lambda x: expected(x, causal, None), [qkv.double()], grad.double())
+    for ours, wanted in zip(found, exact, strict=True):
+        assert ours.isfinite().all() and error(ours, wanted) < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_same_inputs_give_the_same_bits_and_gradients_may_have_any_stride() -> None:
+    qkv = torch.randn(1, 20, 3, 2, 16, requires_grad=True)
+    out = joint_attention(qkv, True, None)
+    (expanded,) = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
+    (dense,) = torch.autograd.grad(out, qkv, torch.ones(out.shape), retain_graph=True)
+    assert torch.equal(expanded, dense)
+
+
+def test_the_gradient_of_positions() -> None:
+    packing = packing_of([*RAGGED, *range(20)])  # more texts than are added at a time
+    grad = torch.randn(int(packing.bounds[-1]), 30)
+    ids = torch.cat([torch.arange(n) for n in packing.bounds.diff().tolist()])
+    expected = torch.zeros(64, 30).index_add_(0, ids, grad)
+    torch.testing.assert_close(positions_triton.position_gradient(grad, packing.bounds, 64), expected)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_registered_as_torch_wants_it(varlen: bool) -> None:
+    cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)
+    qkv = torch.randn(1, 20, 3, 2, 16, requires_grad=True)
+    torch.library.opcheck(joint_triton.forward, (qkv, cu_seqlens if varlen else None, True, 0.25))
+    q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (2, 20, 20))
+    torch.library.opcheck(one_query_triton.forward, (q, k, v, cu_seqlens, 0.25))
+    torch.library.opcheck(positions_triton.position_gradient, (torch.randn(20, 32), cu_seqlens, 30))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+@pytest.mark.parametrize(
+    ("head", "method", "compiled"),
+    [
+        ("causal", "baseline", False),
+        ("causal", "oelm", True),
+        ("classifier", "baseline", True),
+        ("classifier", "oelm", False),
+        ("classifier", "oelm-value-only", False),
+    ],
+)
+def test_a_model_learns_the_same_with_them(head: str, method: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    config = oelm.OelmGPTConfig(num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, num_labels=3)
+    kind = oelm.OelmGPTForCausalLM if head == "causal" else oelm.OelmGPTForSequenceClassification
+    model = kind(config)
+    oelm.convert(model, method, seed=0)
+    if head == "causal":
+        ids = torch.randint(0, 50, (2, 19))
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    else:
+        lengths = [3, 20, 1, 9]
+        inputs = {
+            "input_ids": torch.randint(0, 50, (1, sum(lengths))),
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+            "packing": packing_of(lengths),
+            "labels": torch.tensor([0, 2, 1, 0]),
+        }
+    results = []
+    for own in (False, True):
+        for block in model.transformer.h:
+            block.attn.own_kernels = own
+            if own and compiled:
+                block.compile(dynamic=True, backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append((loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, grad in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
