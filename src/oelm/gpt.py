@@ -90,17 +90,22 @@ class Block(GradientCheckpointingLayer):
         cache: Cache | None,
         packing: Packing | None,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x, and what is still to be added to it: `late` for the next block.
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and what is still to be added to it: `late` for the next block.
 
-        The sum is left to where it is used next, so that a compiled block adds and normalises in one go.
+        A compiled block leaves its last sum to the next one, which adds and normalises in one go.
         With `rows` (B,), counted through all texts, the result is these only: (B, 1, C).
         """
-        x = x if late is None else x + late
+        x = _sum(x, late)
         y = self.attn(self.ln_1(x), mask, causal, rotation, cache, packing, rows)
         x = x if rows is None else pick_rows(x, rows)
         x = x + self.dropout(y)
-        return x, self.dropout(self.mlp(self.ln_2(x)))
+        y = self.dropout(self.mlp(self.ln_2(x)))
+        return (x, y) if torch.compiler.is_compiling() else (x + y, None)
+
+
+def _sum(x: Tensor, late: Tensor | None) -> Tensor:
+    return x if late is None else x + late
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -211,13 +216,14 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             head_dim = self.config.d_model // self.config.num_heads
             rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
         x = self.dropout(x)
-        hidden, late = [], None
+        hidden: list[Any] = []
+        late = None
         for block in self.h:
             if output_hidden_states:
-                hidden.append(x if late is None else x + late)
+                hidden.append(_sum(x, late))
             wanted = rows if block is self.h[-1] else None
             x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
-        x = self.ln_f(x + late)
+        x = self.ln_f(_sum(x, late))
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,

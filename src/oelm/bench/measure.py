@@ -1,8 +1,10 @@
 """How anything here is timed: in windows of steps, round by round, every arm in every round.
 
-A window begins and ends with the device idle and holds the same texts for every arm, so its time says how
-many texts and tokens a second an arm gets through, whatever its batches look like inside. Arms take turns,
-every other round in reverse order, so that a machine that warms up or is disturbed does so to all of them.
+A window holds the same texts for every arm, so its time says how many texts and tokens a second an arm gets
+through, whatever its batches look like inside. Arms take turns, every other round in reverse order, so that a
+machine that warms up or is disturbed does so to all of them. A GPU at its power limit is faster for a while
+after it has been idle, or has had lighter work: so an arm takes some steps before each window that do not
+count, and nothing else happens between them.
 """
 
 import gc
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from oelm.bench.load import Load
+
+LEAD_IN = 3  # a third of a window's steps are taken before it
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class StepArm(Arm):
         self.step(0)
 
     def window(self) -> Window:
+        for k in range(self.steps // LEAD_IN):
+            self.step(k)
         start = now(self.device)
         for k in range(self.steps):
             self.step(k)
@@ -160,7 +166,10 @@ class Measured:
     failed: str | None = None
     windows: list[Window] = field(default_factory=list)
     held: Held | None = None
-    peak_memory: int | None = None  # bytes above what was there before it was made; None without a GPU
+    # Bytes above what was there before it was made; None without a GPU. The allocator may hand out blocks up to
+    # 1 MiB larger than what was asked for: counted with the first, not with the second.
+    peak_memory: int | None = None
+    peak_requested: int | None = None
     parameters: int | None = None
 
 
@@ -177,6 +186,8 @@ def measure(
     """
     found = {name: Measured(name) for name in makers}
     arms: dict[str, Arm] = {}
+    if device.type == "cuda":
+        _make_workspaces(device)
     for name, make in makers.items():
         if not time_left():
             found[name].failed = "not run: the time was up"
@@ -188,10 +199,29 @@ def measure(
         say(f"  {name}: {found[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
         if device.type == "cuda":  # so that the next one's memory is its own
             _release(device)
+    gc.collect()
+    gc.disable()  # it would leave the device idle now and then
+    try:
+        _take_turns(arms, found, rounds, time_left, device)
+    finally:
+        gc.enable()
+    for arm in arms.values():
+        arm.close()
+    arms.clear()
+    _release(device)
+    return found
+
+
+def _take_turns(
+    arms: dict[str, Arm],
+    found: dict[str, Measured],
+    rounds: int,
+    time_left: Callable[[], bool],
+    device: torch.device,
+) -> None:
     for number in range(rounds):
         if number and not time_left():
             break
-        gc.collect()
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             window = _attempt(found[name], arms[name].window)
@@ -200,16 +230,11 @@ def measure(
                 _release(device)
             else:
                 found[name].windows.append(window)
-    for arm in arms.values():
-        arm.close()
-    arms.clear()
-    _release(device)
-    return found
 
 
 def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -> Arm:
     gpu = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if gpu else 0
+    before = torch.cuda.memory_stats(device) if gpu else {}
     arm = make()
     try:
         torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
@@ -224,10 +249,24 @@ def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -
         raise
     measured.about, measured.held = arm.about, arm.held
     if gpu:
-        measured.peak_memory = torch.cuda.max_memory_allocated(device) - before
+        after = torch.cuda.memory_stats(device)
+        name = "{}_bytes.all.{}".format
+        measured.peak_memory, measured.peak_requested = (
+            after[name(kind, "peak")] - before.get(name(kind, "current"), 0)
+            for kind in ("allocated", "requested")
+        )
     if arm.model is not None:
         measured.parameters = sum(p.numel() for p in arm.model.parameters())
     return arm
+
+
+def _make_workspaces(device: torch.device) -> None:
+    """What the first matrix products of a process make for good is not the memory of the first arm."""
+    x = torch.zeros(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        (x @ x).sum().backward()
 
 
 def _attempt(measured: Measured, action: Callable[[], Any]) -> Any:

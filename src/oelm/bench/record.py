@@ -52,6 +52,7 @@ def _arm_record(arm: Measured, rates: dict[str, float] | None, peak: float | Non
     record |= rates or dict.fromkeys(RATES)
     record["share_of_peak"] = rates["operations_per_s"] / peak if rates and peak else None
     record |= {"parameters": arm.parameters, "peak_memory_bytes": arm.peak_memory}
+    record["peak_requested_bytes"] = arm.peak_requested
     for name in ("gradients", "optimizer", "counters"):
         record[f"{name}_bytes"] = None if arm.held is None else getattr(arm.held, name)
     return record | {"windows": [asdict(window) for window in arm.windows]}
@@ -109,12 +110,15 @@ def _savings(
                 "saved_of_omitted": time_saved / alone,
                 "omitted_share_of_operations": work[OMITTED] / work["baseline"],
                 "held_bytes_saved": _held(base) - _held(arm),
-                "peak_memory_bytes_saved": None
-                if base.peak_memory is None or arm.peak_memory is None
-                else base.peak_memory - arm.peak_memory,
+                "peak_memory_bytes_saved": _less(base.peak_memory, arm.peak_memory),
+                "peak_requested_bytes_saved": _less(base.peak_requested, arm.peak_requested),
             }
         )
     return saved
+
+
+def _less(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else before - after
 
 
 def _differences(base: list[Window], other: list[Window]) -> list[float]:

@@ -95,6 +95,7 @@ def _savings(record: dict[str, Any]) -> Any:
         "omitted/work",
         "held B",
         "peak B",
+        "requested B",
     ]
     title = "What freezing saves, beside the Q/K weight-gradient product that it omits"
     table = _table(title, ["on", "method"], columns)
@@ -106,6 +107,7 @@ def _savings(record: dict[str, Any]) -> Any:
                 _percent(found["saved_share"]), _number(found["omitted_product_s"], 1e3, 3),
                 _percent(found["saved_of_omitted"]), _percent(found["omitted_share_of_operations"]),
                 _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),
+                _number(found.get("peak_requested_bytes_saved")),
             )  # fmt: skip
     return table
 
