@@ -4,6 +4,7 @@ import itertools
 import json
 import shlex
 import statistics
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from oelm.bench import cases, trainer
 from oelm.bench.cases import Settings, shape_of
 from oelm.bench.load import Load, made_lengths, made_stream, made_texts, sample_texts
-from oelm.bench.measure import Arm, Window, measure, omitted_product
+from oelm.bench.measure import Arm, StepArm, Window, measure, omitted_product
 from oelm.bench.ours import Ours
 from oelm.bench.peers import CompactGPT, OriginalClassifier, language_model
 from oelm.bench.record import command_of, ratio
@@ -433,10 +434,25 @@ def test_nothing_is_begun_once_the_time_is_up() -> None:
     assert len(found["a"].windows) == 1  # the first round is always made
 
 
+def test_some_steps_are_taken_before_a_window_and_not_timed() -> None:
+    taken: list[int] = []
+
+    class Counting(StepArm):
+        about = "counts"
+
+        def step(self, k: int) -> None:
+            taken.append(k)
+            time.sleep(0.01)
+
+    window = Counting(CPU, 6, Load(6, 60, 600), 1.0).window()
+    assert taken == [0, 1, 0, 1, 2, 3, 4, 5] and window.steps == 6
+    assert 0.06 <= window.seconds < 0.08
+
+
 def test_the_command_in_the_record_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(
         work=("lm",), size="gpt-tiny", data=("a b",), lengths=(512, 1024), leave_out=("hf-lm",),
-        compile=False, stop_after=90.0,
+        compile=False, rest=0.5, stop_after=90.0,
     )  # fmt: skip
     asked: list[Settings] = []
 

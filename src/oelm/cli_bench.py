@@ -47,6 +47,12 @@ def bench(
     compile_: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile peers; default: on a GPU.")
     ] = None,
+    rest: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without work before each window: a GPU's full clock, not its power limit."
+        ),
+    ] = 0.0,
     stop_after: Annotated[str | None, typer.Option(help="Start nothing new after 90s, 9m or 2h.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the ratios here, as SVG.")] = None,
@@ -98,6 +104,7 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
         vocab_size=given["vocab_size"],
         leave_out=tuple(_parts(given["leave_out"] or "")),
         compile=device.type == "cuda" if given["compile_"] is None else given["compile_"],
+        rest=given["rest"],
         stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
     )
     return run_bench(settings, device, lambda text: typer.echo(text, err=True), json_file)

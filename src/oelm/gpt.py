@@ -104,6 +104,11 @@ class Block(GradientCheckpointingLayer):
         return (x, y) if torch.compiler.is_compiling() else (x + y, None)
 
 
+class FinalNorm(nn.LayerNorm):
+    def forward(self, x: Tensor, late: Tensor | None = None) -> Tensor:
+        return super().forward(_sum(x, late))
+
+
 def _sum(x: Tensor, late: Tensor | None) -> Tensor:
     return x if late is None else x + late
 
@@ -155,7 +160,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             self.wpe = Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
-        self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_f = FinalNorm(config.d_model, eps=config.layer_norm_eps)
         self.causal = True
         self.post_init()
         # A config that names a method is honoured when a model is built from it. While `from_pretrained`
@@ -209,21 +214,21 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         if attention_mask is not None or (self.causal and 1 < length < seen):
             valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
             mask, causal = attention_mask_of(valid, length, self.causal), False
-        rotation = None
+        rotation = late = None
         if self.config.positions == "learned":
-            x = x + self.wpe(position_ids, packing)
+            late = self.wpe(position_ids, packing)
         else:
             head_dim = self.config.d_model // self.config.num_heads
             rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
-        x = self.dropout(x)
+        if self.dropout.p and self.training:
+            x, late = self.dropout(_sum(x, late)), None
         hidden: list[Any] = []
-        late = None
         for block in self.h:
             if output_hidden_states:
                 hidden.append(_sum(x, late))
             wanted = rows if block is self.h[-1] else None
             x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
-        x = self.ln_f(_sum(x, late))
+        x = self.ln_f(x, late)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,

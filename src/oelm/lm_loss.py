@@ -11,8 +11,6 @@ padding has no probability, and no parameter, gradient or checkpoint knows of it
 Shapes in comments: N rows, C = d_model, V words, P = V padded, n rows of a chunk.
 """
 
-import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,11 +20,16 @@ from torch import Tensor
 
 from oelm.errors import UserError
 
+try:
+    from oelm.kernels import cross_entropy_triton
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    cross_entropy_triton = None  # type: ignore[assignment]
+
 IGNORE_INDEX = -100
 ALIGNMENT = 64
 # Logits in a chunk. On a GPU enough to keep all of it busy, on a CPU few enough for its caches, but not so
 # few rows that adding up their weight gradients takes the time.
-CHUNK_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 21}
+CHUNK_LOGITS = {"cuda": 1 << 30, "cpu": 1 << 21}
 SMALLEST_CHUNK = 128
 # Most probabilities lie below fp16's normal numbers; times this they do not. Sums are fp32: none overflows.
 FP16_GAIN = 1024.0
@@ -71,14 +74,20 @@ def lm_losses(
     rows = _check(hidden, weight, targets, chunk)
     dtype = _product_dtype(hidden)
     with _no_autocast(hidden.device.type):
-        kept, targets, x = _rows_that_count(hidden, targets, dtype, ignore_index)
+        fused, kept, x = _has_kernel(hidden, dtype), targets != ignore_index, hidden.to(dtype)
+        targets = targets if fused else targets.masked_fill(~kept, 0)
         padded, vocab = _padded(weight, dtype), len(weight)
         losses = x.new_zeros(len(x), dtype=_wide(dtype))
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = _logits(x[part], padded, vocab)
-            losses[part] = _for_device(_losses, x)(logits, targets[part], vocab, label_smoothing)
-        return losses.masked_fill(~kept, 0)
+            logits = x[part] @ padded.t()  # (n, P)
+            if fused:
+                losses[part] = cross_entropy_triton.cross_entropy_(
+                    logits, targets[part], vocab, label_smoothing, 1.0, ignore_index, False
+                )
+            else:
+                losses[part] = _losses(_cut(logits, vocab), targets[part], vocab, label_smoothing)
+        return losses if fused else losses.masked_fill(~kept, 0)
 
 
 def causal_lm_loss(
@@ -130,27 +139,37 @@ class _ChunkedLoss(torch.autograd.Function):
         narrow = dtype if hidden.is_cuda else wide
         gain = FP16_GAIN if narrow == torch.float16 else 1.0
         with _no_autocast(hidden.device.type):
-            kept, targets, x = _rows_that_count(hidden, targets, dtype, ignore_index)
+            fused = dtype == narrow and _has_kernel(hidden, dtype)
+            x = hidden.detach().to(dtype)
+            kept = targets != ignore_index
+            if not fused:  # the kernel leaves out what does not count by itself
+                targets, x = targets.masked_fill(~kept, 0), x.masked_fill(~kept[:, None], 0)
             padded, vocab = _padded(weight, dtype), len(weight)
             x_factor, weight_factor = x.to(narrow), padded.to(narrow)
             losses = x.new_zeros(len(x), dtype=wide)
-            grad_hidden = torch.zeros_like(x, dtype=wide) if wants_hidden else None
+            grad_hidden = torch.empty_like(x, dtype=wide) if wants_hidden else None
             grad_weight = torch.zeros_like(padded, dtype=wide) if wants_weight else None
             for start in range(0, len(x), rows):
                 part = slice(start, start + rows)
-                logits = _logits(x[part], padded, vocab)
-                losses[part], grad = _for_device(_losses_and_gradient, x)(
-                    logits, targets[part], vocab, smoothing, narrow, gain
-                )
+                grad = x[part] @ padded.t()  # the logits (n, P), as yet
+                if fused:
+                    losses[part] = cross_entropy_triton.cross_entropy_(
+                        grad, targets[part], vocab, smoothing, gain, ignore_index, True
+                    )
+                else:
+                    losses[part], grad = _losses_and_gradient(
+                        _cut(grad, vocab), targets[part], vocab, smoothing, narrow, gain
+                    )
                 if grad_hidden is not None:
-                    grad_hidden[part] = _product(grad, weight_factor, wide)
+                    _multiply(grad, weight_factor, grad_hidden[part], add=False)
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad.t(), x_factor[part])
-            if grad_hidden is not None:
-                grad_hidden.masked_fill_(~kept[:, None], 0)
+                    _multiply(grad.t(), x_factor[part], grad_weight, add=True)
+            if not fused:
+                losses = losses.masked_fill(~kept, 0)
+                grad_hidden = None if grad_hidden is None else grad_hidden.masked_fill_(~kept[:, None], 0)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[:vocab])
         ctx.gain, ctx.dtypes = gain, (hidden.dtype, weight.dtype)
-        return losses.masked_fill(~kept, 0).sum()
+        return losses.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -196,17 +215,6 @@ def _losses_of(logp: Tensor, at: Tensor, vocab: int, smoothing: float) -> Tensor
     return -(1 - smoothing) * at[:, 0] - smoothing * logp[:, :vocab].mean(1)
 
 
-def _rows_that_count(
-    hidden: Tensor, targets: Tensor, dtype: torch.dtype, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows count (N,), and targets and `hidden` (as a factor) with 0 in all others.
-
-    Picking the rows out instead would make the host wait for the device to count them.
-    """
-    kept = targets != ignore_index
-    return kept, targets.masked_fill(~kept, 0), hidden.detach().to(dtype).masked_fill(~kept[:, None], 0)
-
-
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype` with rows of zeros below, (P, C): one copy, or none where none is needed."""
     vocab, width = weight.shape
@@ -219,21 +227,17 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _logits(x: Tensor, padded: Tensor, vocab: int) -> Tensor:
-    logits = x @ padded.t()  # (n, P)
-    logits[:, vocab:] = -torch.inf
+def _cut(logits: Tensor, vocab: int) -> Tensor:
+    logits[:, vocab:] = -torch.inf  # the padding has no probability
     return logits
 
 
-def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    return a @ b if a.dtype == wide else torch.mm(a, b, out_dtype=wide)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """a @ b into `out`, or added to what is there; of narrow factors without a narrow product in between."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
     else:
-        total += _product(a, b, total.dtype)
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -253,14 +257,11 @@ def _no_autocast(kind: str) -> Any:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def _for_device(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+def _has_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
     # Unfused, the passes over the logits cost a GPU as much time as the products.
-    return _compiled(function) if x.is_cuda and not torch.compiler.is_compiling() else function
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    if cross_entropy_triton is None or dtype == torch.float64:
+        return False
+    return hidden.is_cuda or cross_entropy_triton.INTERPRETED
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -> int:

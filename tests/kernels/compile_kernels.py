@@ -6,7 +6,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from oelm.kernels import attention_triton, joint_triton, one_query_triton, positions_triton, value_only_triton
+from oelm.kernels import (
+    attention_triton,
+    cross_entropy_triton,
+    joint_triton,
+    one_query_triton,
+    positions_triton,
+    value_only_triton,
+)
 
 SHARED_MEMORY = 99 * 1024  # what a program can have on every GPU that knows bfloat16
 
@@ -64,3 +71,8 @@ for head_dim in (64, 128):
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)
     check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
+    for write in (False, True):
+        check(
+            cross_entropy_triton._kernel, x, MockTensor(torch.int64), numbers, 50304, 50257, 0.1, 1.0, -100,
+            WRITE=write, BLOCK=cross_entropy_triton.BLOCK, num_warps=cross_entropy_triton.WARPS,
+        )  # fmt: skip

@@ -24,7 +24,9 @@ def run(*command: str, **environment: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["interpreted_value_only.py", "interpreted_own.py"])
+@pytest.mark.parametrize(
+    "file", ["interpreted_value_only.py", "interpreted_own.py", "interpreted_cross_entropy.py"]
+)
 def test_the_kernels_in_tritons_interpreter(file: str) -> None:
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
 

@@ -45,6 +45,7 @@ class Settings:
     vocab_size: int = 50257
     leave_out: tuple[str, ...] = ()
     compile: bool = True
+    rest: float = 0.0
     stop_after: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +60,8 @@ class Settings:
                 raise UserError(
                     f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}"
                 )
+        if not 0 <= self.rest < float("inf"):
+            raise UserError(f"--rest is a number of seconds, 0 or more, not {self.rest:g}")
         longest = max(self.max_length, *self.lengths)
         if self.tokens_per_step < longest:
             raise UserError(

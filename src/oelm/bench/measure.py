@@ -4,7 +4,7 @@ A window holds the same texts for every arm, so its time says how many texts and
 through, whatever its batches look like inside. Arms take turns, every other round in reverse order, so that a
 machine that warms up or is disturbed does so to all of them. A GPU at its power limit is faster for a while
 after it has been idle, or has had lighter work: so an arm takes some steps before each window that do not
-count, and nothing else happens between them.
+count, and nothing else happens between them. Unless one asks for a rest, to see it at its full clock.
 """
 
 import gc
@@ -166,8 +166,8 @@ class Measured:
     failed: str | None = None
     windows: list[Window] = field(default_factory=list)
     held: Held | None = None
-    # Bytes above what was there before it was made; None without a GPU. The allocator may hand out blocks up to
-    # 1 MiB larger than what was asked for: counted with the first, not with the second.
+    # Bytes above what was there before it was made; None without a GPU. The allocator may hand out blocks up
+    # to 1 MiB larger than what was asked for: counted with the first, not with the second.
     peak_memory: int | None = None
     peak_requested: int | None = None
     parameters: int | None = None
@@ -179,8 +179,9 @@ def measure(
     device: torch.device,
     time_left: Callable[[], bool],
     say: Callable[[str], None],
+    rest: float = 0.0,
 ) -> dict[str, Measured]:
-    """Make every arm, warm it up, then time one window of each in every round.
+    """Make every arm, warm it up, then time one window of each in every round, after `rest` seconds of none.
 
     An arm that fails at any point says why, and the others go on without it.
     """
@@ -202,7 +203,7 @@ def measure(
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
-        _take_turns(arms, found, rounds, time_left, device)
+        _take_turns(arms, found, rounds, rest, time_left, device)
     finally:
         gc.enable()
     for arm in arms.values():
@@ -216,6 +217,7 @@ def _take_turns(
     arms: dict[str, Arm],
     found: dict[str, Measured],
     rounds: int,
+    rest: float,
     time_left: Callable[[], bool],
     device: torch.device,
 ) -> None:
@@ -224,6 +226,7 @@ def _take_turns(
             break
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
+            time.sleep(rest)
             window = _attempt(found[name], arms[name].window)
             if window is None:
                 arms.pop(name).close()

@@ -41,7 +41,7 @@ def run_bench(
         if case.work == "freezing":
             sizes = case.config.num_layers, case.config.d_model, case.tokens_per_step or 0
             products[OMITTED] = lambda sizes=sizes: omitted_product(device, *sizes)  # type: ignore[misc]
-        found = measure(products | case.arms, settings.rounds, device, time_left, say)
+        found = measure(products | case.arms, settings.rounds, device, time_left, say, settings.rest)
         records.append(case_record(case, found))
         torch.compiler.reset()
         if json_file is not None:

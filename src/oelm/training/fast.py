@@ -95,8 +95,8 @@ def compile_blocks(model: nn.Module, tokens: float, config: RunConfig, device: t
     if not isinstance(model, OelmGPTPreTrainedModel):
         return False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for block in model.base_model.h:  # type: ignore[union-attr]
-        block.compile(dynamic=True)
+    for module in (*model.base_model.h, model.base_model.ln_f):  # type: ignore[misc]
+        module.compile(dynamic=True)
     return True
 
 

@@ -1,0 +1,151 @@
+"""Our kernels on a GPU, at sizes of training. Elsewhere they are interpreted: see test_interpreted.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LENGTHS = [300, 77, 512, 1, 0, 130, 4, 0]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def packing():
+    from oelm.kernels.packed import Packing
+
+    return Packing(torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda(), 512)
+
+
+def drawn(*shape):
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def errors(call, inputs, exact):
+    """Of the output and the gradients, against float64."""
+    found = []
+    for function, dtype in ((call, torch.bfloat16), (exact, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        torch.manual_seed(1)
+        grad = torch.randn(out.shape, device="cuda").bfloat16().to(dtype)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+
+
+def dense(causal):
+    def call(qkv):
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    return call
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_joint_attention_errs_no_more_than_twice_as_much_as_pytorchs(causal, head_dim):
+    from oelm.kernels.own import joint_attention
+
+    inputs = [drawn(2, 300, 3, 4, head_dim)]
+    ours = errors(lambda x: joint_attention(x, causal, None), inputs, dense(causal))
+    theirs = errors(dense(causal), inputs, dense(causal))
+    assert all(a <= 2 * b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_packed_attention_errs_no_more_than_twice_as_much_as_padded():
+    from oelm.kernels.own import joint_attention, one_query_attention
+    from oelm.kernels.packed import portable
+
+    texts, rows = packing(), sum(LENGTHS)
+    joint = lambda x: portable(*x[0].unbind(1), texts)[None]  # noqa: E731
+    single = lambda *x: portable(*x, texts, one_query=True)  # noqa: E731
+    for call, twin, inputs in (
+        (lambda x: joint_attention(x, False, texts), joint, [drawn(1, rows, 3, 8, 64)]),
+        (
+            lambda *x: one_query_attention(*x, texts),
+            single,
+            [drawn(n, 8, 64) for n in (len(LENGTHS), rows, rows)],
+        ),
+    ):
+        ours, theirs = errors(call, inputs, twin), errors(twin, inputs, twin)
+        assert all(a <= 2 * b for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("scale", [20.0, 200.0])
+def test_large_scores_are_no_trouble(scale):
+    from oelm.kernels.own import joint_attention
+
+    qkv = drawn(1, 512, 3, 4, 64)
+    qkv[:, :, 0] *= scale
+    assert all(e < 0.02 for e in errors(lambda x: joint_attention(x, True, None), [qkv], dense(True)))
+
+
+def test_the_same_bits_every_time():
+    from oelm.kernels.own import joint_attention
+
+    qkv = drawn(4, 512, 3, 8, 64).requires_grad_()
+    grads = []
+    for _ in range(3):
+        out = joint_attention(qkv, True, None)
+        grads.append(torch.autograd.grad(out, qkv, torch.ones_like(out))[0])
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_value_only_attention(causal):
+    from oelm.kernels import value_only_attention
+
+    q, k, v = (drawn(2, 4, 300, 64) for _ in range(3))
+
+    def exact(v):
+        return F.scaled_dot_product_attention(q.double(), k.double(), v, is_causal=causal)
+
+    ours = errors(lambda v: value_only_attention(q, k, v, causal=causal), [v], exact)
+    theirs = errors(lambda v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), [v], exact)
+    assert all(a <= 2 * b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_gradient_of_positions():
+    from oelm.kernels.rows import look_up_positions
+
+    texts = packing()
+    weight = torch.randn(512, 48, device="cuda", requires_grad=True)
+    ids = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()[None]
+    grad = torch.randn(1, sum(LENGTHS), 48, device="cuda")
+    (found,) = torch.autograd.grad(look_up_positions(weight, ids, texts), weight, grad)
+    (expected,) = torch.autograd.grad(F.embedding(ids, weight), weight, grad)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("method", ["baseline", "oelm"])
+def test_a_step_of_training_is_the_same_compiled_and_recorded(method):
+    """The fast step against the plain one: losses differ as little as bf16 lets them."""
+    from oelm.bench.load import made_texts
+    from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
+    from oelm.training.build import build_model
+    from oelm.training.objective import make_objective
+    from oelm.training.parallel import process_state
+    from oelm.training.stepper import make_stepper
+
+    store = made_texts("some", [40, 100, 7, 64] * 4, 500, 128)
+    losses = []
+    for fast in (False, True):
+        config = RunConfig(
+            task=TaskConfig(max_length=128),
+            model=ModelConfig(name="gpt-tiny"),
+            method=MethodConfig(name=method),
+            training=TrainingConfig(
+                steps=10**9, batch_size=8, warmup=0, schedule="constant", lr=1e-4, fast=fast
+            ),
+        )
+        objective = make_objective(store, 128, 0.0, "none")
+        model, _ = build_model(config, store, objective.auto_class)
+        stepper = make_stepper(config, objective, model, process_state())
+        stepper.model.train()
+        batches = objective.plan("train", 8, None, 1).epoch(0)
+        losses.append([float(stepper.take_step(n, batches, n % len(batches))[0]) for n in range(12)])
+        assert stepper.paths.compiled == fast and (stepper.graphed is not None) == fast
+    torch.testing.assert_close(*(torch.tensor(x) for x in losses), rtol=0.02, atol=0.01)
