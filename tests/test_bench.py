@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shlex
 import statistics
 import time
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from oelm.bench import cases, trainer
+from oelm.bench import cases, trainer, watch
 from oelm.bench.cases import Settings, shape_of
 from oelm.bench.load import Load, made_lengths, made_stream, made_texts, sample_texts
 from oelm.bench.measure import Arm, StepArm, Window, measure, omitted_product
@@ -434,6 +435,42 @@ def test_nothing_is_begun_once_the_time_is_up() -> None:
     assert len(found["a"].windows) == 1  # the first round is always made
 
 
+def test_a_gpus_clock_and_power_are_read_from_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is NVIDIA's; here one stands in for it that prints what it prints."""
+    program = tmp_path / "nvidia-smi"
+    lines = "1980, 300.00\n[N/A], 1.0\n1700, 690.50\n1710, 700.00\n"
+    program.write_text(f"#!/bin/sh\ntest $1 = --id=GPU-7 && printf '{lines}' && exec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(watch, "_name", lambda device: "GPU-7")
+    began = time.perf_counter()
+    with watch.Watch(torch.device("cuda")) as seen:
+        while len(seen.samples) < 3 and time.perf_counter() < began + 20:
+            time.sleep(0.01)
+        assert seen.since(began) == (1710.0, 690.5)
+        assert seen.since(time.perf_counter()) == (None, None)
+    assert seen.process is not None and seen.process.returncode is not None
+    with watch.Watch(CPU) as unseen:
+        assert unseen.process is None and unseen.since(0.0) == (None, None)
+
+
+def test_the_profile_accounts_for_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    result = bench(
+        *TINY, "--work", "freezing", "--leave-out", "oelm-value-only", "--profile", "--json", str(file)
+    )
+    assert result.exit_code == 0, result.output
+    for case in json.loads(file.read_text())["cases"]:
+        for arm in case["arms"]:
+            kernels = {kernel["name"]: kernel for kernel in arm["kernels"]}
+            spent = sum(kernel["seconds"] for kernel in kernels.values())
+            assert 0.2 * arm["step_s"] < spent < 5 * arm["step_s"]  # a profiler slows what it watches
+            assert kernels["aten::addmm"]["calls"] >= 2 * 2  # two layers with two biased projections
+    assert "microseconds of a step" in result.output and "aten::mm" in result.output
+
+
 def test_some_steps_are_taken_before_a_window_and_not_timed() -> None:
     taken: list[int] = []
 
@@ -452,7 +489,7 @@ def test_some_steps_are_taken_before_a_window_and_not_timed() -> None:
 def test_the_command_in_the_record_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(
         work=("lm",), size="gpt-tiny", data=("a b",), lengths=(512, 1024), leave_out=("hf-lm",),
-        compile=False, rest=0.5, stop_after=90.0,
+        compile=False, rest=0.5, profile=True, stop_after=90.0,
     )  # fmt: skip
     asked: list[Settings] = []
 

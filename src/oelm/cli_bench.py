@@ -53,6 +53,9 @@ def bench(
             help="Seconds without work before each window: a GPU's full clock, not its power limit."
         ),
     ] = 0.0,
+    profile: Annotated[
+        bool, typer.Option("--profile/--no-profile", help="Say which kernels a step's time goes to.")
+    ] = False,
     stop_after: Annotated[str | None, typer.Option(help="Start nothing new after 90s, 9m or 2h.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the ratios here, as SVG.")] = None,
@@ -105,6 +108,7 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
         leave_out=tuple(_parts(given["leave_out"] or "")),
         compile=device.type == "cuda" if given["compile_"] is None else given["compile_"],
         rest=given["rest"],
+        profile=given["profile"],
         stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
     )
     return run_bench(settings, device, lambda text: typer.echo(text, err=True), json_file)

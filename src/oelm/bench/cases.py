@@ -46,6 +46,7 @@ class Settings:
     leave_out: tuple[str, ...] = ()
     compile: bool = True
     rest: float = 0.0
+    profile: bool = False
     stop_after: float | None = None
 
     def __post_init__(self) -> None:

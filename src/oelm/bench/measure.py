@@ -11,13 +11,14 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oelm.bench.load import Load
+from oelm.bench.watch import Watch
 
 LEAD_IN = 3  # a third of a window's steps are taken before it
 
@@ -31,6 +32,8 @@ class Window:
     texts: int
     tokens: int
     operations: float
+    clock_mhz: float | None = None  # of a GPU, and its power, where that could be seen
+    power_w: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class Measured:
     peak_memory: int | None = None
     peak_requested: int | None = None
     parameters: int | None = None
+    kernels: list[dict[str, Any]] | None = None  # where a step's time goes, where that was asked for
 
 
 def measure(
@@ -180,6 +184,7 @@ def measure(
     time_left: Callable[[], bool],
     say: Callable[[str], None],
     rest: float = 0.0,
+    profile: Callable[[StepArm, torch.device], list[dict[str, Any]]] | None = None,
 ) -> dict[str, Measured]:
     """Make every arm, warm it up, then time one window of each in every round, after `rest` seconds of none.
 
@@ -203,10 +208,13 @@ def measure(
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
-        _take_turns(arms, found, rounds, rest, time_left, device)
+        with Watch(device) as watch:
+            _take_turns(arms, found, rounds, rest, time_left, watch)
     finally:
         gc.enable()
-    for arm in arms.values():
+    for name, arm in arms.items():
+        if profile is not None and isinstance(arm, StepArm) and time_left():
+            found[name].kernels = _attempt(found[name], lambda arm=arm: profile(arm, device))  # type: ignore[misc]
         arm.close()
     arms.clear()
     _release(device)
@@ -219,7 +227,7 @@ def _take_turns(
     rounds: int,
     rest: float,
     time_left: Callable[[], bool],
-    device: torch.device,
+    watch: Watch,
 ) -> None:
     for number in range(rounds):
         if number and not time_left():
@@ -230,9 +238,10 @@ def _take_turns(
             window = _attempt(found[name], arms[name].window)
             if window is None:
                 arms.pop(name).close()
-                _release(device)
+                _release(watch.device)
             else:
-                found[name].windows.append(window)
+                clock, power = watch.since(time.perf_counter() - window.seconds)
+                found[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
 
 
 def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -> Arm:

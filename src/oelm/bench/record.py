@@ -55,6 +55,11 @@ def _arm_record(arm: Measured, rates: dict[str, float] | None, peak: float | Non
     record["peak_requested_bytes"] = arm.peak_requested
     for name in ("gradients", "optimizer", "counters"):
         record[f"{name}_bytes"] = None if arm.held is None else getattr(arm.held, name)
+    for name in ("clock_mhz", "power_w"):
+        seen = [value for window in arm.windows if (value := getattr(window, name)) is not None]
+        record[name] = statistics.median(seen) if seen else None
+    if arm.kernels is not None:
+        record["kernels"] = arm.kernels
     return record | {"windows": [asdict(window) for window in arm.windows]}
 
 

@@ -12,6 +12,7 @@ import torch._inductor.config
 from oelm.atomic import write_json
 from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
+from oelm.bench.profile import profiled
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
 from oelm.training.fast import RECOMPILE_LIMIT
 
@@ -41,7 +42,8 @@ def run_bench(
         if case.work == "freezing":
             sizes = case.config.num_layers, case.config.d_model, case.tokens_per_step or 0
             products[OMITTED] = lambda sizes=sizes: omitted_product(device, *sizes)  # type: ignore[misc]
-        found = measure(products | case.arms, settings.rounds, device, time_left, say, settings.rest)
+        look = profiled if settings.profile else None
+        found = measure(products | case.arms, settings.rounds, device, time_left, say, settings.rest, look)
         records.append(case_record(case, found))
         torch.compiler.reset()
         if json_file is not None:

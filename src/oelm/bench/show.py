@@ -37,7 +37,8 @@ def print_record(record: dict[str, Any]) -> None:
     for name, about in abouts:
         if about:
             console.print(f"{name}: {about}", soft_wrap=True)
-    for table in (_arms(record), _ratios(record), _savings(record), _costs(record)):
+    tables = [_arms(record), _ratios(record), _savings(record), _costs(record)]
+    for table in [*tables, *(_kernels(case) for case in record["cases"])]:
         if table.row_count:
             console.print()
             console.print(table)
@@ -57,18 +58,21 @@ def _table(title: str, left: list[str], right: list[str], last: str | None = Non
 
 
 def _arms(record: dict[str, Any]) -> Any:
-    columns = ["texts/s", "tokens/s", "ms/step", "of peak", "peak MiB", "held MiB"]
+    watched = any(arm.get("clock_mhz") for case in record["cases"] for arm in case["arms"])
+    state = ["MHz", "W"] if watched else []
+    columns = ["texts/s", "tokens/s", "ms/step", "of peak", *state, "peak MiB", "held MiB"]
     title = "Medians of the rounds; tokens without padding; held: gradients and optimizer state"
     table = _table(title, ["work", "on", "arm"], columns, "note")
     for case in record["cases"]:
         rate = case["matmul"]["operations_per_s"]
-        place = [case["work"], case["name"]]
-        table.add_row(*place, "matmul", "", "", "", _teraflops(rate), "", "", case["matmul"]["about"])
+        place, empty = [case["work"], case["name"]], [""] * (2 + len(state))
+        table.add_row(*place, "matmul", "", "", "", _teraflops(rate), *empty, case["matmul"]["about"])
         for arm in case["arms"]:
             held = None if arm["optimizer_bytes"] is None else arm["gradients_bytes"] + arm["optimizer_bytes"]
             table.add_row(
                 "", "", arm["name"], _number(arm["texts_per_s"]), _number(arm["tokens_per_s"]),
                 _number(arm["step_s"], 1e3, 2), _percent(arm["share_of_peak"]),
+                *([_number(arm["clock_mhz"]), _number(arm["power_w"])] if watched else []),
                 _number(arm["peak_memory_bytes"], 2**-20), _number(held, 2**-20, 1), arm["failed"] or "",
             )  # fmt: skip
     return table
@@ -116,6 +120,28 @@ def _costs(record: dict[str, Any]) -> Any:
     table = _table("A token's cost, in tokens of the shortest texts", ["model", "arm"], ["T", "cost"])
     for cost in record["cost_of_length"]:
         table.add_row(cost["kind"], cost["arm"], str(cost["length"]), f"{cost['cost']:.2f}")
+    return table
+
+
+def _kernels(case: dict[str, Any]) -> Any:
+    """Microseconds of a step, kernel by kernel, the arms side by side."""
+    arms = {arm["name"]: arm["kernels"] for arm in case["arms"] if arm.get("kernels")}
+    table = _table(f"{case['work']}, {case['name']}: microseconds of a step", ["kernel"], list(arms))
+    spent: dict[str, dict[str, float]] = {}
+    for name, kernels in arms.items():
+        for kernel in kernels:
+            spent.setdefault(kernel["name"], {})[name] = kernel["seconds"] * 1e6
+    if not spent:
+        return table
+    sums = {name: sum(times.get(name, 0.0) for times in spent.values()) for name in arms}
+    rest = dict.fromkeys(arms, 0.0)
+    for kernel, times in sorted(spent.items(), key=lambda item: -max(item[1].values())):
+        if any(time > 0.01 * sums[name] for name, time in times.items()):
+            table.add_row(kernel, *(_number(times.get(name, 0.0)) for name in arms))
+        else:
+            rest = {name: total + times.get(name, 0.0) for name, total in rest.items()}
+    table.add_row("all others", *(_number(rest[name]) for name in arms))
+    table.add_row("sum", *(_number(sums[name]) for name in arms))
     return table
 
 
