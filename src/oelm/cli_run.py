@@ -180,7 +180,9 @@ def evaluate(
     ] = False,
     prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
-    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 64,
+    tokens: Annotated[
+        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+    ] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: among all.")] = 0,
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
@@ -240,7 +242,9 @@ def predict(
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
-    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
+    tokens: Annotated[
+        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+    ] = 100,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,

@@ -143,3 +143,22 @@ def test_mistakes_are_one_line(words, message, oelm_cli, data, models):
     code, _, err = oelm_cli(*base, *words)
     assert code == 2
     assert message in err and err.strip().count("\n") == 0
+
+
+def test_a_model_started_here_writes_no_further_than_it_was_trained(oelm_cli, data, tmp_path, monkeypatch):
+    """It has 1,024 positions, of which training has seen 16."""
+    run = tmp_path / "run"
+    words = ("--data", "tinystories", "--data-dir", data, "--model", "gpt-tiny", "--method", "baseline")
+    small = ("--set", "task.tokenizer=train:300", "--max-length", 16, "--steps", 2, "--batch-size", 2)
+    code, _, err = oelm_cli("train", *words, *small, "--out", run)
+    assert code == 0, err
+    trained, lengths = Trained(run), []
+    plain = trained.model.generate
+    monkeypatch.setattr(
+        trained.model, "generate", lambda *a, **k: lengths.append((out := plain(*a, **k)).shape) or out
+    )
+    trained.model.generation_config.eos_token_id = None
+    trained.generate("Once", 100, temperature=1.0, top_k=300, seed=0)
+    assert lengths == [(1, 16)]
+    code, _, err = oelm_cli("generate", run, "once " * 30)
+    assert code == 2 and "the model knows texts of up to 16" in err

@@ -268,9 +268,12 @@ class Trained:
             return next(lines)[1]
         prompt = prompt or self.tokenizer.bos_token
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
-        room = int(getattr(self.model.config, "max_position_embeddings", 1 << 30)) - ids.shape[1]
+        room = self._positions() - ids.shape[1]
         if room < 1:
-            raise UserError(f"the prompt of {ids.shape[1]} tokens leaves no room for new ones")
+            raise UserError(
+                f"the prompt of {ids.shape[1]} tokens leaves no room for new ones: "
+                f"the model knows texts of up to {self._positions()}"
+            )
         torch.manual_seed(seed)
         out = self.model.generate(
             ids,
@@ -280,6 +283,14 @@ class Trained:
             **chosen,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _positions(self) -> int:
+        """How long a text can be. Positions past its windows are as random as a run from scratch began."""
+        most = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
+        started_here = self.config is not None and self.config.model.name in PRESETS
+        if started_here and self.model.config.positions == "learned":
+            return min(most, self.max_length)
+        return most
 
     def audit(self) -> Audit:
         """Check the saved model against the fingerprint taken before the run's first step."""
