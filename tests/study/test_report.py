@@ -118,6 +118,13 @@ def test_a_clear_difference_is_told_with_its_interval_and_p(gain, more):
     )
 
 
+def test_the_interval_of_an_accuracy_ends_at_all_of_them():
+    records = pairs(-0.4, base=0.9985, spread=2.0)
+    values = [r.test for r in records if r.method == "oelm"]
+    assert max(values) <= 1 < stats.ttest_1samp(values, 0).confidence_interval().high
+    assert re.search(r"9\d\.\d+ to 100\.0", Page(rendered(records)[0]).text)
+
+
 def test_a_perplexity_is_lower_or_higher_not_more_or_less():
     assert "the perplexity of oelm is" in said(pairs(-10.0, task="tinystories"))
     assert re.search(r"is 9\.\d\d % higher than that of baseline", said(pairs(-10.0, task="tinystories")))

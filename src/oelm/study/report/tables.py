@@ -70,8 +70,10 @@ def _mean_cell(view: View, group: Group, arm: Arm) -> Cell:
     mean = view.value(group, interval.mean, digits)
     if interval.low is None or interval.high is None:
         return Cell(mean)
-    ends = (view.value(group, end, digits) for end in (interval.low, interval.high))
-    return Cell(mean, view.words.range(*ends))
+    ends = [interval.low, interval.high]
+    if group.kind == "share":  # a t interval knows nothing of 0 and 1
+        ends = [min(max(end, 0.0), 1.0) for end in ends]
+    return Cell(mean, view.words.range(*(view.value(group, end, digits) for end in ends)))
 
 
 def _trivial(view: View, group: Group, name: str, metrics: dict[str, Any]) -> list[Cell]:
