@@ -94,16 +94,18 @@ class Running:
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal that a process gets at its n-th file operation on a path or below a function of ours.
+    """A signal that a process gets at its n-th file operation on a path or below a function of ours, or at
+    the n-th call of a function.
 
-    Python reports these operations to audit hooks: nothing of ours is patched, and any moment between two
-    of them can be chosen, which no clock could do.
+    Python reports these operations to audit hooks, and calls to profilers: nothing of ours is patched, and
+    any moment between two of them can be chosen, which no clock could do.
     """
 
     number: int
     below: str = ""  # a function's qualified name
     path: str = ""  # a part of the path
     n: int = 1
+    call: str = ""  # a function's qualified name
 
     def install(self) -> None:
         left = self.n
@@ -118,7 +120,17 @@ class Strike:
             if left == 0:
                 os.kill(os.getpid(), self.number)
 
-        sys.addaudithook(hook)
+        def profiler(frame: Any, event: str, _: Any) -> None:
+            nonlocal left
+            if event == "call" and frame.f_code.co_qualname == self.call:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), self.number)
+
+        if self.call:
+            sys.setprofile(profiler)
+        else:
+            sys.addaudithook(hook)
 
     def _is_below(self, frame: Any) -> bool:
         while frame is not None and self.below:

@@ -188,6 +188,30 @@ def test_told_to_stop_while_no_steps_are_made(
     assert outcome(out) == outcome(reference)
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGKILL])
+def test_told_to_stop_in_an_evaluation_it_does_not_wait_for_its_end(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path, second: signal.Signals
+) -> None:
+    """It is made once more when the run goes on; that one is broken off too, or killed at its end."""
+    config, reference = unbroken(**EARLY)
+    out = tmp_path / "run"
+    batch = "Display.evaluating"
+    ended = machine.run(config, out, strike=Strike(signal.SIGTERM, call=batch))
+    assert ended.code == 75, ended.text
+    assert kept(out)[-1] == "step-00000004"
+    assert '"eval"' not in (out / "metrics.jsonl").read_text()
+    if second == signal.SIGTERM:
+        ended = machine.run(config, out, strike=Strike(second, call=batch))
+        assert ended.code == 75, ended.text
+        assert kept(out)[-1] == "step-00000004"
+    else:  # it was measured and written to the log, and nothing was saved
+        ended = machine.run(config, out, strike=Strike(second, call="_watch_chance"))
+        assert ended.code == -second
+        assert (out / "metrics.jsonl").read_text().count('"eval"') == 1
+    machine.finish(config, out)
+    assert outcome(out) == outcome(reference)
+
+
 def test_a_time_limit(machine: Machine, unbroken: Unbroken, tmp_path: Path) -> None:
     ended = machine.run(machine.config(steps=5000), tmp_path / "long", "--stop-after", "2s")
     assert ended.code == 75, ended.text

@@ -28,6 +28,14 @@ class Display:
             self.last_line = time.monotonic()
             self._print(f"{self.label}: step {step}/{self.total}, {self._rest()}, {self.left(step)} left")
 
+    def evaluating(self, split: str, done: int, of: int) -> None:
+        """Between two steps."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], rest=f"{split}: batch {done}/{of}")
+        elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
+            self.last_line = time.monotonic()
+            self._print(f"{self.label}: {split}: batch {done}/{of}")
+
     def note(self, **values: float) -> None:
         """Numbers shown from now on: loss, a metric."""
         self.latest |= {name: f"{value:.4g}" for name, value in values.items()}

@@ -1,5 +1,6 @@
 """Measure a model on a split: every item once, whatever the number of processes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,16 @@ LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) -> Measured:
+def evaluate(
+    model: nn.Module,
+    objective: Objective,
+    split: str,
+    autocast: Any,
+    watch: Callable[[int, int], None] = lambda done, of: None,
+) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
 
+    `watch` is told how many batches of how many are done; what it raises ends the evaluation.
     Every process takes its share of every batch. Where a batch has fewer items than there are processes,
     the others run one item for company (sharded models need everyone) and throw the result away.
     """
@@ -33,6 +41,7 @@ def evaluate(model: nn.Module, objective: Objective, split: str, autocast: Any) 
     loss_sum, count = 0.0, 0
     found: dict[str, list[Array]] = {}
     for step in range(len(epoch)):
+        watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
         kept = len(items) > 0
         batch = objective.batch(split, items if kept else epoch.batch(step)[:1]).to(state.device)

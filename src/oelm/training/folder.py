@@ -115,15 +115,17 @@ class MetricsLog:
     """metrics.jsonl: one object per log step and per evaluation, in the order of the steps.
 
     A resumed run cuts off what was logged after its checkpoint, so a run that was killed and one that was
-    not leave the same lines, times aside.
+    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint.
     """
 
-    def __init__(self, path: Path, from_step: int) -> None:
+    def __init__(self, path: Path, from_step: int, evaluated: bool) -> None:
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    if json.loads(line)["step"] > from_step:
+                    entry = json.loads(line)
+                    repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
+                    if entry["step"] > from_step or repeated:
                         break
                 except (ValueError, KeyError):
                     break  # the line a crash cut short

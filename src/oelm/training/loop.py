@@ -99,6 +99,9 @@ def _run(session: Session, plan: Plan) -> None:
     """All steps that are left."""
     training, progress = session.config.training, session.progress
     session.model.train()
+    if progress.due is not None:
+        _evaluate(session, progress.due)
+        _save(session)
     # Losses not looked at yet: looking waits for the GPU, so it is also when time can be taken.
     recent: list[tuple[Tensor, Tensor, np.ndarray]] = []
     started = time.perf_counter()
@@ -190,7 +193,17 @@ def _evaluate(session: Session, epoch: float) -> bool:
     progress, training = session.progress, session.config.training
     split = "test" if training.choose_on == "test" else "validation"
     began = time.perf_counter()
-    measured = evaluate(session.model, session.objective, split, session.autocast)
+
+    def watch(done: int, of: int) -> None:
+        session.display.evaluating(split, done, of)
+        # Several processes would have to agree: theirs is finished first.
+        if session.stop.reason is not None and session.state.num_processes == 1:
+            progress.due = epoch
+            _save(session)
+            raise Interrupted(session.stop.reason)
+
+    measured = evaluate(session.model, session.objective, split, session.autocast, watch)
+    progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = session.objective.metric
     found: dict[str, Any] = {

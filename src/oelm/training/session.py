@@ -36,6 +36,7 @@ class Progress:
     stale: int = 0  # evaluations since the best
     stopped_early: bool = False
     at_chance: bool = False
+    due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
     warnings: list[str] = field(default_factory=list)
 
     def warn(self, text: str) -> None:
@@ -106,7 +107,7 @@ def start_session(
             "environment.json", environment(state.device, state.num_processes) | {"data": store.fingerprint}
         )
         session.trackers = results.start_trackers(session)
-        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step)
+        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step, progress.due is None)
     return session
 
 
