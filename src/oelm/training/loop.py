@@ -5,6 +5,7 @@ numbers. So a run that is killed and resumed from a checkpoint goes on as if not
 """
 
 import contextlib
+import functools
 import math
 import time
 from dataclasses import asdict
@@ -285,7 +286,10 @@ def _finish(session: Session) -> dict[str, Any]:
     put_back(session.raw)
     checked = audit(session.raw, session.before)
     tests = session.config.training.test
-    tested = evaluate(session.model, session.objective, "test", session.autocast) if tests else None
+    tested = None
+    if tests:
+        watch = functools.partial(session.display.evaluating, "test")
+        tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
     weights = full_state(session.raw) if tests else {}  # every process takes part: shards are gathered
     if not session.main:
         return {}
