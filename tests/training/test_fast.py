@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oelm.bench.load import made_stream, made_texts
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import filled, round_up, round_width
@@ -15,7 +16,7 @@ from oelm.training.half import HalfWeights
 from oelm.training.objective import make_objective
 from oelm.training.parallel import process_state
 from oelm.training.schedule import clip_in_step
-from oelm.training.stepper import _graphed_step, make_stepper
+from oelm.training.stepper import AHEAD, _graphed_step, make_stepper
 from tests.training.runs import make_store
 
 GPU = torch.device("cuda")
@@ -189,3 +190,33 @@ def test_why_a_run_is_not_fast_is_said(store):
     assert "processes" in fast.why_eager(config(), 2, GPU, "bf16")
     assert "fp16" in fast.why_eager(config(), 1, GPU, "fp16")
     assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), 1, GPU, "bf16")
+
+
+@pytest.mark.parametrize("kind", ["texts", "stream"])
+def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypatch):
+    store = (
+        made_texts("made", [5, 9, 32, 2] * 20, 300, 32) if kind == "texts" else made_stream(32 * 60, 300, 32)
+    )
+    settings = config(batch_size=4, steps=100)
+    task = make_objective(store, 32, 0.0, "none")
+    model, _ = build_model(settings, store, task.auto_class)
+    assert not make_stepper(settings, task, model, process_state()).reads_ahead
+    monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
+    stepper = make_stepper(settings, task, model, process_state())
+    assert stepper.reads_ahead
+    asked = []
+    monkeypatch.setattr(
+        "oelm.training.objective.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
+    )
+    batches = task.plan("train", 4, None, 1).epoch(0)
+    for k in range(len(batches)):
+        stepper.take_step(k, batches, k)
+    assert len(asked) == len(batches) - AHEAD
+    for k, (tokens, starts, ends) in enumerate(asked):
+        batch = task.batch("train", batches.batch(k + AHEAD))
+        found = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+        rows = batch.inputs["input_ids"].tolist()
+        if kind == "texts":  # padded, in the order of the batch
+            assert [row[: len(text)] for row, text in zip(rows, found, strict=True)] == found
+        else:  # a window and the token after it
+            assert [text[:-1] for text in found] == rows

@@ -27,6 +27,7 @@ from oelm.data import (
 )
 from oelm.data.assemble import filled
 from oelm.data.batches import ranges
+from oelm.data.read_ahead import read_ahead
 from oelm.errors import UserError
 from oelm.gpt import OelmGPTForCausalLM
 from oelm.kernels.packed import Packing
@@ -106,6 +107,11 @@ class Objective(ABC):
     def padded(self, split: str, items: Array) -> Padded:
         widest = self.store.max_length if self.static and split == "train" else None
         return padded_batch(self.store[split], items, self.store.pad_id, widest)
+
+    def expect(self, split: str, items: Array) -> None:
+        """Have the tokens of these items read from the disk before they are asked for."""
+        offsets = self.store[split].offsets
+        read_ahead(self.store[split].tokens, offsets[items], offsets[items + 1])
 
     def count(self, split: str, items: Array) -> int:
         """How many texts or target tokens the loss of these items sums over."""
@@ -209,6 +215,12 @@ class Language(Objective):
         batch = self.windows[split].batch(items)
         inputs = {"input_ids": batch.input_ids}
         return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
+
+    def expect(self, split: str, items: Array) -> None:
+        windows = self.windows[split]
+        last = len(windows.split.tokens)
+        starts = np.asarray(items) * windows.size
+        read_ahead(windows.split.tokens, starts, np.minimum(starts + windows.size + 1, last))
 
     def count(self, split: str, items: Array) -> int:
         windows = self.windows[split]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.data import Epoch
+from oelm.data.read_ahead import read_whole
 from oelm.training import fast, parallel
 from oelm.training.half import HalfWeights
 from oelm.training.live_rows import set_aside
@@ -25,6 +26,8 @@ from oelm.training.schedule import (
     set_rate,
     total_steps,
 )
+
+AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
 
 @dataclass(kw_only=True)
@@ -44,6 +47,9 @@ class Stepper:
     total: int  # steps of the run
     parameters: list[nn.Parameter]
     graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
+    reads_ahead: bool = (
+        False  # whether the data is too large for memory, so that batches are asked for in time
+    )
 
     def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """Step `number` of the run, on batch k of an epoch.
@@ -52,6 +58,8 @@ class Stepper:
         """
         training, state = self.config.training, self.state
         world = state.num_processes
+        if self.reads_ahead and k + AHEAD < len(batches):
+            self.objective.expect("train", batches.batch(k + AHEAD))
         count = self.objective.count("train", batches.batch(k))
         set_rate(self.optimizer, learning_rate(training, number, self.total))
         summed: Tensor = torch.zeros((), device=state.device)
@@ -122,6 +130,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         paths=paths,
         total=total,
         parameters=list(raw.parameters()),
+        reads_ahead=not read_whole(objective.store["train"].tokens),
     )
     if paths.eager is None:
         stepper.graphed = _graphed_step(stepper)
