@@ -47,7 +47,8 @@ def print_record(record: dict[str, Any]) -> None:
 def _table(title: str, left: list[str], right: list[str], last: str | None = None) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    look: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+    table = Table(title=title, title_justify="left", min_width=len(title), **look)
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:

@@ -2,8 +2,7 @@
 
 Indexing and `F.embedding` sort the numbers first, or walk all of them for every column: for the few thousand
 tokens of a step that takes longer than the additions themselves. Which of several equal numbers is added
-first is then left open, as it is in flash attention's backward pass on the same device;
-`torch.use_deterministic_algorithms` fixes the order.
+first is then left open; `torch.use_deterministic_algorithms` fixes the order.
 """
 
 from typing import Any
