@@ -75,7 +75,7 @@ def lm_losses(
     dtype = _product_dtype(hidden)
     with _no_autocast(hidden.device.type):
         fused, kept, x = _has_kernel(hidden, dtype), targets != ignore_index, hidden.to(dtype)
-        targets = targets if fused else targets.masked_fill(~kept, 0)
+        targets = targets.contiguous() if fused else targets.masked_fill(~kept, 0)
         padded, vocab = _padded(weight, dtype), len(weight)
         losses = x.new_zeros(len(x), dtype=_wide(dtype))
         for start in range(0, len(x), rows):
@@ -140,10 +140,10 @@ class _ChunkedLoss(torch.autograd.Function):
         gain = FP16_GAIN if narrow == torch.float16 else 1.0
         with _no_autocast(hidden.device.type):
             fused = dtype == narrow and _has_kernel(hidden, dtype)
-            x = hidden.detach().to(dtype)
             kept = targets != ignore_index
-            if not fused:  # the kernel leaves out what does not count by itself
-                targets, x = targets.masked_fill(~kept, 0), x.masked_fill(~kept[:, None], 0)
+            # Rows that do not count may hold anything: zeros keep it out of the weight's gradient.
+            x = hidden.detach().to(dtype).masked_fill(~kept[:, None], 0)
+            targets = targets.contiguous() if fused else targets.masked_fill(~kept, 0)
             padded, vocab = _padded(weight, dtype), len(weight)
             x_factor, weight_factor = x.to(narrow), padded.to(narrow)
             losses = x.new_zeros(len(x), dtype=wide)

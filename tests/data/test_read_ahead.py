@@ -70,3 +70,9 @@ def test_all_of_it_is_read_where_memory_has_room(cold, monkeypatch):
 def test_what_is_in_memory_already_is_left_alone():
     read_ahead(np.arange(10), np.array([0]), np.array([10]))
     assert read_whole(np.arange(10))
+
+
+def test_nothing_is_nothing_to_ask_for(cold):
+    end = np.array([len(cold)])
+    read_ahead(cold, end, end)
+    read_ahead(cold, np.zeros(0, int), np.zeros(0, int))

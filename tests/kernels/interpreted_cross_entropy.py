@@ -63,6 +63,20 @@ def test_the_loss_in_chunks_is_the_same_with_it() -> None:
     torch.testing.assert_close(rows.sum(), full.detach())
 
 
+def test_targets_of_any_stride_and_rows_that_hold_no_numbers() -> None:
+    hidden, weight = torch.randn(50, 16), torch.randn(97, 16, requires_grad=True)
+    targets = torch.randint(0, 97, (50, 3))
+    targets[::7] = -100
+    hidden[::7] = float("nan")
+    hidden.requires_grad_()
+    loss = lm_loss(hidden, weight, targets[:, 1], chunk=16)
+    expected = lm_loss(hidden, weight, targets[:, 1].clone(), chunk=16)
+    assert torch.equal(loss, expected) and loss.isfinite()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (hidden, weight)))
+    rows = lm_losses(hidden, weight, targets[:, 1], chunk=16)
+    assert torch.equal(rows, lm_losses(hidden, weight, targets[:, 1].clone(), chunk=16))
+
+
 def test_registered_as_torch_wants_it() -> None:
     logits, targets = made(torch.float32)
     torch.library.opcheck(cross_entropy_, (logits, targets, VOCAB, 0.1, 1.0, -100, True))

@@ -13,6 +13,7 @@ from oelm.data.assemble import filled, round_up, round_width
 from oelm.training import fast, parallel
 from oelm.training.build import build_model
 from oelm.training.half import HalfWeights
+from oelm.training.live_rows import set_aside
 from oelm.training.objective import make_objective
 from oelm.training.parallel import process_state
 from oelm.training.schedule import clip_in_step
@@ -49,10 +50,11 @@ def test_round_sizes_are_few_and_near(n):
 def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items):
     split = store["train"]
     plain = packed_batch(split, np.array(items))
-    batch = filled(plain, store.max_length)
+    batch = filled(plain, store.max_length, store.pad_id)
     n, texts = len(plain.input_ids), len(items)
     assert len(batch.input_ids) == len(batch.position_ids) == round_up(n) == batch.cu_seqlens[-1]
     assert torch.equal(batch.input_ids[:n], plain.input_ids)
+    assert (batch.input_ids[n:] == store.pad_id).all()
     assert torch.equal(batch.cu_seqlens[: texts + 1], plain.cu_seqlens)
     assert torch.equal(batch.labels[:texts], plain.labels) and (batch.labels[texts:] == IGNORE).all()
     lengths = batch.cu_seqlens.diff()
@@ -190,6 +192,65 @@ def test_why_a_run_is_not_fast_is_said(store):
     assert "processes" in fast.why_eager(config(), 2, GPU, "bf16")
     assert "fp16" in fast.why_eager(config(), 1, GPU, "fp16")
     assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), 1, GPU, "bf16")
+
+
+def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
+    """What fills a batch may be no token of the data, and must have a row all the same."""
+    task = objective(store, packed=True, static=True)
+    there = np.bincount(store["train"].tokens, minlength=store.vocab_size) > 0
+    before, store.pad_id = store.pad_id, int(np.flatnonzero(~there)[0])
+    try:
+        there[store.pad_id] = True
+        assert store.used_tokens()[store.pad_id]
+        model, _ = build_model(config(), store, task.auto_class)
+        assert set_aside(model, there) is not None
+        batch = task.batch("train", np.array([1, 2, 3]))
+        assert (batch.inputs["input_ids"] == store.pad_id).any()
+        assert task.loss(model, batch).isfinite()
+    finally:
+        store.pad_id = before
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, monkeypatch):
+    weights = []
+    for recorded in (False, True):
+        task = objective(store)
+        settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        if recorded:
+            stepper.graphed = graphed = _graphed_step(stepper)
+
+            def fails(batch, graphed=graphed):
+                for parameter in graphed.parameters:  # a recording leaves gradients that were never computed
+                    parameter.grad = torch.full_like(parameter, 7.0)
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+            monkeypatch.setattr(graphed, "_record", fails)
+        batches = task.plan("train", 8, None, 1).epoch(0)
+        for k in range(4):
+            stepper.take_step(k, batches, 0)
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert stepper.graphed.failed == "operation not permitted when stream is capturing"
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, msg=name)
+
+
+def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
+    """As on Apple's GPUs."""
+    weights = []
+    for fused in (True, False):
+        task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        for group in (stepper.optimizer.defaults, *stepper.optimizer.param_groups):
+            group["fused"] = fused
+        batches = task.plan("train", 8, None, 1).epoch(0)
+        for k in range(3):
+            stepper.take_step(k, batches, k)
+        weights.append(model.classifier.weight.detach().clone())
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize("kind", ["texts", "stream"])

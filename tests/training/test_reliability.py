@@ -212,6 +212,20 @@ def test_told_to_stop_in_an_evaluation_it_does_not_wait_for_its_end(
     assert outcome(out) == outcome(reference)
 
 
+@pytest.mark.parametrize("moment", ["_watch_chance", "Checkpoints._prune"])
+def test_told_to_stop_when_the_last_step_is_done_it_does_not_test_first(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path, moment: str
+) -> None:
+    """After the last evaluation, and while the last checkpoint is written."""
+    config, reference = unbroken(steps=6, eval_every=6, save_every=0)
+    out = tmp_path / "run"
+    ended = machine.run(config, out, strike=Strike(signal.SIGTERM, call=moment))
+    assert ended.code == 75, ended.text
+    assert not (out / "predictions.npz").exists() and kept(out)[-1] == "step-00000006"
+    machine.finish(config, out)
+    assert outcome(out) == outcome(reference)
+
+
 def test_a_time_limit(machine: Machine, unbroken: Unbroken, tmp_path: Path) -> None:
     ended = machine.run(machine.config(steps=5000), tmp_path / "long", "--stop-after", "2s")
     assert ended.code == 75, ended.text

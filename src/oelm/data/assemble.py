@@ -56,7 +56,7 @@ def _step(n: int) -> int:
     return max(128, 1 << max(0, (n - 1).bit_length() - 5))
 
 
-def filled(batch: Packed, longest: int) -> Packed:
+def filled(batch: Packed, longest: int, pad_id: int) -> Packed:
     """The batch with tokens and texts added up to round sizes, so that few shapes occur.
 
     What is added are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE.
@@ -75,7 +75,7 @@ def filled(batch: Packed, longest: int) -> Packed:
     join = lambda tensor, more: torch.from_numpy(np.concatenate([tensor.numpy(), more]))  # noqa: E731
     return replace(
         batch,
-        input_ids=join(batch.input_ids, np.zeros(extra, dtype=np.int64)),
+        input_ids=join(batch.input_ids, np.full(extra, pad_id, dtype=np.int64)),
         position_ids=join(batch.position_ids, positions.astype(np.int64)),
         cu_seqlens=join(batch.cu_seqlens, added),
         longest=longest,

@@ -31,5 +31,6 @@ def read_ahead(array: Array, starts: Array, ends: Array) -> None:
     before = array.offset % mmap.ALLOCATIONGRANULARITY  # numpy maps from a whole page on
     first = (before + starts * array.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     size = before + ends * array.itemsize - first
-    for start, length in zip(first.tolist(), size.tolist(), strict=True):
+    some = ends > starts
+    for start, length in zip(first[some].tolist(), size[some].tolist(), strict=True):
         mapped.madvise(mmap.MADV_WILLNEED, start, length)

@@ -27,10 +27,10 @@ def have_own_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
     """Attention of (B, T, 3, H, D), of texts end to end if `packing` says so: (B, T, H, D)."""
-    bounds = None if packing is None else packing.bounds
+    bounds = None if packing is None else packing.bounds.contiguous()
     return joint_triton.forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
 
 
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """A query for every text, (texts, H, D), on keys and values end to end, (N, H, D)."""
-    return one_query_triton.forward(q, k, v, packing.bounds, q.shape[-1] ** -0.5)[0]
+    return one_query_triton.forward(q, k, v, packing.bounds.contiguous(), q.shape[-1] ** -0.5)[0]

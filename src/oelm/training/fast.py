@@ -115,8 +115,10 @@ class GraphedStep:
         finish: Callable[[], Tensor],
         scale: Tensor,
         whole: bool,
+        parameters: list[nn.Parameter],
     ) -> None:
         self.compute, self.finish, self.scale, self.whole = compute, finish, scale, whole
+        self.parameters = parameters  # all that `compute` leaves gradients on
         self.device = scale.device
         self.graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = {}
         self.met: set[Any] = set()
@@ -135,11 +137,9 @@ class GraphedStep:
                 self.met.add(key)
                 loss, self.norm = self._take(batch.to(self.device))
                 return loss
-            try:
-                self.graphs[key] = self._record(batch.to(self.device))
-            except RuntimeError as error:  # a model may wait for the device in the middle of a step
-                self.failed = str(error).strip().splitlines()[0]
+            if (recorded := self._attempt(lambda: self._record(batch.to(self.device)))) is None:
                 return self.backward(batch, scale)
+            self.graphs[key] = recorded
         graph, static, loss, norm = self.graphs[key]
         copy_batch(batch, static)
         graph.replay()
@@ -151,13 +151,13 @@ class GraphedStep:
         if self.whole:
             assert self.norm is not None
             return self.norm
-        if not self.ended or not self.graphs:  # as usual once: the optimizer makes its state
+        if not self.ended or not self.graphs or self.failed:  # as usual once: the optimizer makes its state
             self.ended = True
             return self.finish()
         if self.end is None:
-            with self._recording() as graph:
-                norm = self.finish()
-            self.end = graph, norm
+            self.end = self._attempt(self._record_end)
+            if self.end is None:
+                return self.finish()
         graph, norm = self.end
         graph.replay()
         return norm.clone()
@@ -165,6 +165,25 @@ class GraphedStep:
     def _take(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         loss = self.compute(batch)
         return loss, self.finish() if self.whole else None
+
+    def _attempt(self, record: Callable[[], Any]) -> Any:
+        """What is recorded, or None where that fails, with the gradients as they were.
+
+        A model may wait for the device in the middle of a step, which no graph can.
+        """
+        before = [parameter.grad for parameter in self.parameters]
+        try:
+            return record()
+        except RuntimeError as error:
+            self.failed = str(error).strip().splitlines()[0]
+            for parameter, grad in zip(self.parameters, before, strict=True):
+                parameter.grad = grad
+            return None
+
+    def _record_end(self) -> tuple[Any, Tensor]:
+        with self._recording() as graph:
+            norm = self.finish()
+        return graph, norm
 
     def _record(self, batch: Batch) -> tuple[Any, Batch, Tensor, Tensor | None]:
         with self._recording() as graph:

@@ -79,6 +79,8 @@ def _train(
         stop.patient = True
         _run(session, plan)
         stop.patient = False
+        if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
+            raise Interrupted(stop.reason or "another process was told to stop")
         return _finish(session)
     except BaseException as error:
         failure = _failure(session, error)

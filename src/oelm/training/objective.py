@@ -152,7 +152,7 @@ class Classification(Objective):
     def _packed_batch(self, split: str, items: Array, tokens: int) -> Batch:
         batch = packed_batch(self.store[split], items)
         if self.static and split == "train":
-            batch = filled(batch, self.store.max_length)
+            batch = filled(batch, self.store.max_length, self.store.pad_id)
         assert batch.labels is not None
         inputs = {
             "input_ids": batch.input_ids[None],

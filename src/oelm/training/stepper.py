@@ -82,7 +82,7 @@ class Stepper:
             summed += loss.detach() / count
         if self.graphed is not None:
             return summed, self.graphed.step(), tokens
-        if self.scaler.is_enabled() or training.fsdp:
+        if self.scaler.is_enabled() or training.fsdp or not self.optimizer.defaults.get("fused"):
             self.scaler.unscale_(self.optimizer)
             trained = [p for p in self.parameters if p.grad is not None]
             norm = parallel.norm_of(trained, training.clip)
@@ -162,4 +162,5 @@ def _graphed_step(stepper: Stepper) -> fast.GraphedStep:
         stepper.optimizer.zero_grad(set_to_none=whole)
         return norm
 
-    return fast.GraphedStep(compute, finish, scale, whole)
+    copies = [] if half is None else [copy for _, copy in half.trained]
+    return fast.GraphedStep(compute, finish, scale, whole, [*parameters, *copies])
