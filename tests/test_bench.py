@@ -35,6 +35,7 @@ from oelm.method import PRESETS
 from tests.training.runs import make_store
 
 CPU = torch.device("cpu")
+RECORDS = Path(__file__).parents[1] / "benchmarks"
 TINY = [
     "--size", "gpt-tiny", "--steps", "5", "--rounds", "2", "--batch-size", "4", "--max-length", "16",
     "--lengths", "16,32", "--tokens-per-step", "128", "--vocab-size", "300",
@@ -433,6 +434,27 @@ def test_nothing_is_begun_once_the_time_is_up() -> None:
     assert "late settles" not in log
     assert found["late"].failed == "not run: the time was up"
     assert len(found["a"].windows) == 1  # the first round is always made
+
+
+def test_no_number_of_a_record_is_cut() -> None:
+    shown = bench("--read", str(RECORDS / "h200-freezing.json")).output
+    for number in ("37,748,736", "27,601,920", "27,787,328", "0.973 .. 0.983", "3,023,262"):
+        assert number in shown
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--work", ""], "nothing is named"),
+        (["--work", "lm", "--rest", "-1"], "0 or more"),
+        (["--work", "lm", "--rest", "nan"], "0 or more"),
+        (["--read", str(RECORDS / "h200.json"), "--json", "b.json"], "one that is measured"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> None:
+    result = bench(*arguments)
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
 
 
 def test_a_gpus_clock_and_power_are_read_from_nvidia_smi(

@@ -63,4 +63,7 @@ def main() -> None:
         typer.echo(f"oelm: {reason}; everything is saved, the same command goes on from there", err=True)
         sys.exit(REQUEUE)
     except KeyboardInterrupt:
+        typer.echo(
+            "oelm: stopped at once; what had been saved stays, and the same command goes on from it", err=True
+        )
         sys.exit(130)

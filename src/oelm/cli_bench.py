@@ -69,6 +69,8 @@ def bench(
     from oelm.bench.show import draw_chart, print_record, read_record
 
     given = locals()
+    if read is not None and json_file is not None:
+        raise UserError("--read shows a record that is there; --json is for one that is measured")
     if chart is not None and chart.suffix != ".svg":
         raise UserError(f"--chart {chart}: charts are SVG; name a file that ends in .svg")
     for path in (json_file, chart):

@@ -182,7 +182,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         rows: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """With `packing` the input is one row of texts end to end, with their positions.
+        """With `packing` the input is one row of texts end to end, with positions counted from 0 in each.
 
         With `rows`, a position for every text counted through all of them, the last block and what follows
         are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
@@ -327,7 +327,9 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         packing: Packing | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if tokens is None:
+            raise UserError("a model is given either input_ids or inputs_embeds")
         rows = None
         if self.config.pooling == "last":
             rows = self._last_rows(tokens.shape[0], tokens.shape[1], tokens.device, attention_mask, packing)

@@ -1,6 +1,7 @@
 """The verbs of a run as a user types them, one after another, on a file of the user's own."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -223,4 +224,7 @@ def test_damage_is_told_in_one_line(oelm_cli, run, world):
     assert code == 2 and "cannot be loaded" in err
     code, _, err = oelm_cli("generate", run, "x", "--tokens", "-5")
     assert code == 2 and "must be at least 1" in err
+    assert oelm_cli("generate", run, "x", "--temperature", "nan")[0] == 2
+    code, _, err = oelm_cli("generate", run, os.fsdecode(b"\xff\xfe"))
+    assert code == 2 and "UTF-8" in err
     shutil.rmtree(damaged)

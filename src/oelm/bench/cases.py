@@ -50,6 +50,8 @@ class Settings:
     stop_after: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.work:
+            raise UserError(f"--work: nothing is named; there are {', '.join(WORKS)} and all")
         for name in self.work:
             if name not in WORKS:
                 raise UserError(f"--work {name}: no such work; there are {', '.join(WORKS)} and all")
@@ -63,8 +65,8 @@ class Settings:
                 )
         if not 0 <= self.rest < float("inf"):
             raise UserError(f"--rest is a number of seconds, 0 or more, not {self.rest:g}")
-        longest = max(self.max_length, *self.lengths)
-        if self.tokens_per_step < longest:
+        longest = max([self.max_length, *(self.lengths if "lengths" in self.work else ())])
+        if self.tokens_per_step < longest and self.work != ("classification",):
             raise UserError(
                 f"--tokens-per-step {self.tokens_per_step} is less than one text of {longest} tokens; "
                 "ask for more tokens, or for shorter texts with --max-length and --lengths"

@@ -7,6 +7,7 @@ after it has been idle, or has had lighter work: so an arm takes some steps befo
 count, and nothing else happens between them. Unless one asks for a rest, to see it at its full clock.
 """
 
+import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
@@ -214,7 +215,8 @@ def measure(
         gc.enable()
     for name, arm in arms.items():
         if profile is not None and isinstance(arm, StepArm) and time_left():
-            found[name].kernels = _attempt(found[name], lambda arm=arm: profile(arm, device))  # type: ignore[misc]
+            with contextlib.suppress(Exception):  # a profile that fails leaves the timings good
+                found[name].kernels = profile(arm, device)
         arm.close()
     arms.clear()
     _release(device)

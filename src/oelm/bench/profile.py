@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from oelm.bench.measure import StepArm, now
 
 STEPS = 8
-MOST = 60  # kernels kept of an arm
+MOST = 60  # kernels of an arm that are told apart
 
 
 def profiled(arm: StepArm, device: torch.device) -> list[dict[str, Any]]:
@@ -19,6 +19,7 @@ def profiled(arm: StepArm, device: torch.device) -> list[dict[str, Any]]:
     before, so that the clock is the one it is timed at.
     """
     gpu = device.type == "cuda"
+    torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
     arm.window()
     steps = min(arm.steps, STEPS)
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
@@ -31,8 +32,12 @@ def profiled(arm: StepArm, device: torch.device) -> list[dict[str, Any]]:
         entry = sums.setdefault(short(event.key), [0.0, 0.0])
         entry[0] += event.count / steps
         entry[1] += microseconds * 1e-6 / steps
-    longest = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST]
-    return [{"name": name, "calls": calls, "seconds": seconds} for name, (calls, seconds) in longest]
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
+    rest = [entry for _, entry in ordered[MOST:]]
+    kept = ordered[:MOST] + (
+        [("(all others)", [sum(column) for column in zip(*rest, strict=True)])] if rest else []
+    )
+    return [{"name": name, "calls": calls, "seconds": seconds} for name, (calls, seconds) in kept]
 
 
 def short(name: str) -> str:

@@ -16,7 +16,8 @@ WORDS = {"texts_per_s": "texts/s", "tokens_per_s": "tokens/s", "step_s": "step t
 def read_record(path: Path) -> dict[str, Any]:
     """A record that `--json` has written."""
     record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA or "cases" not in record:
+    whole = isinstance(record, dict) and {"cases", "environment", "command", "cost_of_length"} <= set(record)
+    if not whole or record.get("schema") != SCHEMA:
         raise UserError(f"{path} is not a record of oelm bench; such a file is written with --json")
     return record
 
@@ -24,6 +25,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def print_record(record: dict[str, Any]) -> None:
     """The arms, the ratios, what freezing saves and what length costs, on standard output."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     console = Console(soft_wrap=False)
     if not console.is_terminal:
@@ -39,9 +41,10 @@ def print_record(record: dict[str, Any]) -> None:
             console.print(f"{name}: {about}", soft_wrap=True)
     tables = [_arms(record), _ratios(record), _savings(record), _costs(record)]
     for table in [*tables, *(_kernels(case) for case in record["cases"])]:
-        if table.row_count:
+        if table.row_count:  # in full: a terminal that is too narrow wraps a line, but no number is cut
+            needed = Measurement.get(console, console.options.update(width=1000), table).maximum
             console.print()
-            console.print(table)
+            Console(width=max(console.width, needed)).print(table)
 
 
 def _table(title: str, left: list[str], right: list[str], last: str | None = None) -> Any:

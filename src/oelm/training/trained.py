@@ -1,5 +1,6 @@
 """Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -254,10 +255,12 @@ class Trained:
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
         """The prompt's continuation, or the target written for it; temperature 0 takes the likeliest token
         every time."""
-        if new_tokens < 1 or temperature < 0 or top_k < 1:
+        if new_tokens < 1 or not 0 <= temperature < math.inf or top_k < 1:
             raise UserError("--tokens and --top-k must be at least 1, --temperature must not be negative")
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise UserError("the prompt is not text in UTF-8")
         if not self.model.can_generate():
-            raise UserError(f"a {type(self.model).__name__} does not write text")
+            raise UserError(f"{self.folder} does not write text: it is one {type(self.model).__name__}")
         chosen: dict[str, Any] = {"do_sample": False}
         if temperature:
             chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
