@@ -226,6 +226,16 @@ def test_told_to_stop_when_the_last_step_is_done_it_does_not_test_first(
     assert outcome(out) == outcome(reference)
 
 
+def test_told_to_stop_when_its_results_are_written_it_is_complete(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path
+) -> None:
+    config, reference = unbroken()
+    out = tmp_path / "run"
+    ended = machine.run(config, out, strike=Strike(signal.SIGTERM, "_finish", path="results.json"))
+    assert ended.code == 0, ended.text
+    assert outcome(out) == outcome(reference)
+
+
 def test_a_time_limit(machine: Machine, unbroken: Unbroken, tmp_path: Path) -> None:
     ended = machine.run(machine.config(steps=5000), tmp_path / "long", "--stop-after", "2s")
     assert ended.code == 75, ended.text

@@ -303,6 +303,7 @@ def _finish(session: Session) -> dict[str, Any]:
         with replacing(folder.path / "predictions.npz") as file:
             np.savez_compressed(file, **tested.arrays)  # type: ignore[arg-type]
         results.save_model(session, final, weights)
+    session.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
     folder.write("results.json", final)
     return final
 
