@@ -13,6 +13,7 @@ import oelm
 from oelm.kernels import joint_triton, one_query_triton, positions_triton
 from oelm.kernels.own import joint_attention, one_query_attention
 from oelm.kernels.packed import Packing, portable
+from oelm.training.half import HalfWeights
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
 
@@ -153,6 +154,48 @@ def test_registered_as_torch_wants_it(varlen: bool) -> None:
     torch.library.opcheck(positions_triton.position_gradient, (torch.randn(20, 32), cu_seqlens, 30))
 
 
+def made(head: str, method: str) -> tuple[Any, dict[str, Any]]:
+    """A small model and a batch for it."""
+    config = oelm.OelmGPTConfig(num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, num_labels=3)
+    kind = oelm.OelmGPTForCausalLM if head == "causal" else oelm.OelmGPTForSequenceClassification
+    model = kind(config)
+    oelm.convert(model, method, seed=0)
+    if head == "causal":
+        ids = torch.randint(0, 50, (2, 19))
+        return model, {"input_ids": ids, "labels": ids}
+    lengths = [3, 20, 1, 9]
+    return model, {
+        "input_ids": torch.randint(0, 50, (1, sum(lengths))),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "packing": packing_of(lengths),
+        "labels": torch.tensor([0, 2, 1, 0]),
+    }
+
+
+@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
+@pytest.mark.parametrize("head", ["causal", "classifier"])
+def test_a_step_as_a_gpu_takes_it(head: str, method: str) -> None:
+    """With half-precision copies of the weights, q, k and v in one: against float32 without any of it."""
+    model, inputs = made(head, method)
+    model(**inputs).loss.backward()
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    spread = []
+    for own in (False, True):
+        model.zero_grad()
+        for block in model.transformer.h:
+            block.attn.own_kernels = own
+        half = HalfWeights(model, torch.bfloat16)
+        half.refresh()
+        with half.installed(), torch.autocast("cpu", torch.bfloat16):
+            model(**inputs).loss.backward()
+        half.collect()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == exact.keys()
+        spread.append({name: error(found[name], exact[name].double()) for name in found})
+    for name, theirs in spread[0].items():
+        assert spread[1][name] <= 2 * theirs + 1e-3, name
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 @pytest.mark.parametrize(
     ("head", "method", "compiled"),
@@ -166,21 +209,7 @@ def test_registered_as_torch_wants_it(varlen: bool) -> None:
 )
 def test_a_model_learns_the_same_with_them(head: str, method: str, compiled: bool) -> None:
     torch.compiler.reset()
-    config = oelm.OelmGPTConfig(num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, num_labels=3)
-    kind = oelm.OelmGPTForCausalLM if head == "causal" else oelm.OelmGPTForSequenceClassification
-    model = kind(config)
-    oelm.convert(model, method, seed=0)
-    if head == "causal":
-        ids = torch.randint(0, 50, (2, 19))
-        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    else:
-        lengths = [3, 20, 1, 9]
-        inputs = {
-            "input_ids": torch.randint(0, 50, (1, sum(lengths))),
-            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-            "packing": packing_of(lengths),
-            "labels": torch.tensor([0, 2, 1, 0]),
-        }
+    model, inputs = made(head, method)
     results = []
     for own in (False, True):
         for block in model.transformer.h:
