@@ -7,7 +7,6 @@ after it has been idle, or has had lighter work: so an arm takes some steps befo
 count, and nothing else happens between them. Unless one asks for a rest, to see it at its full clock.
 """
 
-import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
@@ -215,8 +214,10 @@ def measure(
         gc.enable()
     for name, arm in arms.items():
         if profile is not None and isinstance(arm, StepArm) and time_left():
-            with contextlib.suppress(Exception):  # a profile that fails leaves the timings good
+            try:
                 found[name].kernels = profile(arm, device)
+            except Exception as error:  # the timings are good all the same
+                say(f"  {name}: no profile: {type(error).__name__}: {error}")
         arm.close()
     arms.clear()
     _release(device)

@@ -181,8 +181,8 @@ def forward_kernel(
 class Tiles(NamedTuple):
     """How much of the scores a program has before it at a time, and how.
 
-    Those chosen were the fastest on an H200, or within 5 % of that, for heads of 64 and texts of 40 to 2048
-    tokens.
+    Those chosen were about the fastest of some ten tried on an H200, for heads of 64 and texts of 40 to 2048
+    tokens; the trial left no record.
     """
 
     queries: int

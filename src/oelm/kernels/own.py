@@ -11,7 +11,8 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     attention_triton = joint_triton = one_query_triton = None  # type: ignore[assignment]
 
-# On an H200 they are faster than PyTorch's (benchmarks/attention.py). Elsewhere nobody has looked.
+# On an H200 they were faster than PyTorch's when tried; benchmarks/attention.py measures it, and its record
+# is still to be made. Elsewhere nobody has looked.
 MEASURED = 9  # compute capability, the major number
 
 
