@@ -15,7 +15,6 @@ from oelm.fused import FusedWeights, packed_linear, split_linear
 from oelm.gpt_config import OelmGPTConfig
 from oelm.kernels.own import joint_attention, one_query_attention
 from oelm.kernels.packed import Packing, packed_attention, packed_value_only
-from oelm.kernels.rows import pick_rows
 from oelm.kernels.value_only import value_only_attention
 
 # Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
@@ -46,16 +45,20 @@ class SelfAttention(nn.Module):
         rotation: Tensor | None,
         cache: Cache | None,
         packing: Packing | None,
-        rows: Tensor | None,
+        rows: Tensor | None = None,
+        asking: Tensor | None = None,
     ) -> Tensor:
+        """With `rows` (B,), counted through all texts, the result is these only; x there is `asking`."""
         dropout = self.attention_dropout if self.training else 0.0
         plain = mask is None and rotation is None and cache is None and not dropout
         if self.own_kernels and plain and rows is None and not self.value_only:
             qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads, joint=self.joint)
             y = joint_attention(qkv.unflatten(-1, (3, self.num_heads, -1)), causal, packing)
             return self.o_proj(y.flatten(2))
+        if self.own_kernels and plain and asking is not None and packing is not None:
+            return self._attend_once(x[0], asking[0], packing)[None]
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)) for part in self._project(x, rows)
+            part.unflatten(-1, (self.num_heads, -1)) for part in self._project(x, asking)
         )  # (B, T, H, D)
         if rotation is not None:
             q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
@@ -85,18 +88,27 @@ class SelfAttention(nn.Module):
             return packed_value_only(q, k, v, packing)
         if self.value_only:  # of one query per text there is little to leave out
             q, k = q.detach(), k.detach()
-        if self.own_kernels and one_query:
-            return one_query_attention(q, k, v, packing)
         return packed_attention(q, k, v, packing, one_query)
 
-    def _project(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k and v, (B, T, C) each; q of the rows asked for only."""
-        if rows is None:  # three parameters, one product: see fused.py
+    def _attend_once(self, x: Tensor, asking: Tensor, packing: Packing) -> Tensor:
+        """A query for every text, by our own kernels: (texts, C)."""
+        parts, heads = (self.k_proj, self.v_proj), self.num_heads
+        kv = packed_linear(x, parts, heads, joint=self._joint_kv(), constant=int(self.value_only))
+        q = self.q_proj(asking)
+        q = q.detach() if self.value_only else q
+        y = one_query_attention(q.unflatten(-1, (heads, -1)), kv.unflatten(-1, (2, heads, -1)), packing)
+        return self.o_proj(y.flatten(1))
+
+    def _project(self, x: Tensor, asking: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k and v, (B, T, C) each; q of the rows that ask only."""
+        if asking is None:  # three parameters, one product: see fused.py
             parts = (self.q_proj, self.k_proj, self.v_proj)
             return split_linear(x, parts, self.kept, self.joint, constant=2 * self.value_only)
-        joint = None if self.joint is None else self.joint[self.q_proj.out_features :]
-        k, v = split_linear(x, (self.k_proj, self.v_proj), joint=joint, constant=int(self.value_only))
-        return self.q_proj(pick_rows(x, rows)), k, v
+        keys, constant = (self.k_proj, self.v_proj), int(self.value_only)
+        return self.q_proj(asking), *split_linear(x, keys, joint=self._joint_kv(), constant=constant)
+
+    def _joint_kv(self) -> Tensor | None:
+        return None if self.joint is None else self.joint[self.q_proj.out_features :]
 
 
 def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:

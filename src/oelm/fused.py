@@ -24,15 +24,15 @@ def as_linear(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def part_view(tensor: Tensor, index: int, heads: int, layout: str) -> Tensor:
+def part_view(tensor: Tensor, index: int, heads: int, layout: str, count: int = 3) -> Tensor:
     """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view.
 
     "concat" stores all of q, then all of k, then all of v; "per-head" stores q, k and v of head 0,
     then those of head 1, and so on.
     """
     if layout == "concat":
-        return tensor.unflatten(0, (3, -1))[index]
-    return tensor.unflatten(0, (heads, 3, -1))[:, index]
+        return tensor.unflatten(0, (count, -1))[index]
+    return tensor.unflatten(0, (heads, count, -1))[:, index]
 
 
 def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
@@ -43,11 +43,12 @@ def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only."""
+    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only. The first
+    `constant` parts, in the layout "concat", are constants for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str], *trained: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, int], *trained: Any
     ) -> Tensor:
         # `trained` holds (weight, bias) of q, k and v in turn, None where a part does not train: the
         # values are in `weight` already, they are passed so that autograd returns gradients to them.
@@ -59,18 +60,20 @@ class _PackedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        heads, layout = ctx.pick
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
+        heads, layout, constant = ctx.pick
         wanted = ctx.needs_input_grad[4:]
+        count = len(wanted) // 2
+        first = constant * len(weight) // count
+        grad_x = grad[..., first:] @ weight[first:] if ctx.needs_input_grad[0] else None
+        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         grads: list[Tensor | None] = [None] * len(wanted)
-        if layout == "concat" and wanted == (True, False) * 3:
-            grads[::2] = (flat_grad.t() @ flat_x).chunk(3)
+        if layout == "concat" and not constant and wanted == (True, False) * count:
+            grads[::2] = (flat_grad.t() @ flat_x).chunk(count)
             return (grad_x, None, None, None, *grads)
-        for index in range(3):
+        for index in range(constant, count):
             if not (wanted[2 * index] or wanted[2 * index + 1]):
                 continue
-            part = part_view(flat_grad.t(), index, heads, layout).reshape(-1, flat_grad.shape[0])
+            part = part_view(flat_grad.t(), index, heads, layout, count).reshape(-1, flat_grad.shape[0])
             if wanted[2 * index]:
                 grads[2 * index] = part @ flat_x
             if wanted[2 * index + 1]:
@@ -146,10 +149,12 @@ def packed_linear(
     layout: str = "concat",
     kept: FusedWeights | None = None,
     joint: Tensor | None = None,
+    constant: int = 0,
 ) -> Tensor:
-    """The outputs of the q, k and v projections in one fused tensor, by one matrix product.
+    """The outputs of the q, k and v projections (or of k and v) in one fused tensor, by one matrix product.
 
-    `joint` is their weights in one, where that lies ready.
+    `joint` is their weights in one, where that lies ready. Nothing flows back through the first `constant`
+    outputs, in the layout "concat".
     """
     if kept is not None and not torch.compiler.is_compiling():
         if _is_next_token(x):
@@ -159,7 +164,7 @@ def packed_linear(
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     tensors = [*weights, *(biases or [])]
     alike = all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors)
-    if alike and joint is None:
+    if alike and joint is None and not constant:
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
@@ -168,7 +173,7 @@ def packed_linear(
     trained = [
         t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
     ]
-    return _PackedProduct.apply(*_as_autocast(x, weight, bias), (heads, layout), *trained)
+    return _PackedProduct.apply(*as_autocast(x, weight, bias), (heads, layout, constant), *trained)
 
 
 def split_linear(
@@ -193,7 +198,7 @@ def split_linear(
         return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # nothing to leave out
     with torch.no_grad():
         weight = torch.cat(weights) if joint is None else joint
-    x, weight, _ = _as_autocast(x, weight, None)
+    x, weight, _ = as_autocast(x, weight, None)
     trained = [weight if weight.requires_grad else None for weight in weights]
     if torch.is_grad_enabled() and (x.requires_grad or any(t is not None for t in trained)):
         return _SplitProduct.apply(x, weight, constant, *trained)
@@ -204,7 +209,7 @@ def _is_next_token(x: Tensor) -> bool:
     return x.shape[-2] == 1 and not torch.is_grad_enabled()
 
 
-def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors as autocast would make them: it does not reach inside a custom function's backward."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):

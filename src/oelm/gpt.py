@@ -46,6 +46,7 @@ from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
 from oelm.kernels.gelu import gelu
+from oelm.kernels.own import add_norm, linear_gelu
 from oelm.kernels.packed import Packing
 from oelm.kernels.rows import look_up, look_up_positions, pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
@@ -61,22 +62,38 @@ class Embedding(nn.Embedding):
         return look_up(self.weight, ids)
 
 
+class Norm(nn.LayerNorm):
+    own_kernels = False  # training turns them on where they are faster (training/fast.py)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, late: Tensor | None = None, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x with what is still to be added to it, or only these rows of it; and all of it normalised."""
+        if self.own_kernels and late is not None and late.shape == x.shape:
+            return add_norm(x, late, self, rows)
+        x = _sum(x, late)
+        return x if rows is None else pick_rows(x, rows), super().forward(x)
+
+
 class FeedForward(nn.Module):
+    own_kernels = False  # as in Norm
+
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__()
         self.fc_in = nn.Linear(config.d_model, config.d_ff)
         self.fc_out = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc_out(gelu(self.fc_in(x)))
+        own = self.own_kernels and type(self.fc_in) is nn.Linear  # an adapter must be called, not imitated
+        return self.fc_out(linear_gelu(x, self.fc_in) if own else gelu(self.fc_in(x)))
 
 
 class Block(GradientCheckpointingLayer):
     def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_1 = Norm(config.d_model, eps=config.layer_norm_eps)
         self.attn = SelfAttention(config, layer_idx)
-        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_2 = Norm(config.d_model, eps=config.layer_norm_eps)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -93,20 +110,16 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """The result, and what is still to be added to it: `late` for the next block.
 
-        A compiled block leaves its last sum to the next one, which adds and normalises in one go.
+        Where adding and normalising is one kernel, a block leaves its last sum to the next one.
         With `rows` (B,), counted through all texts, the result is these only: (B, 1, C).
         """
-        x = _sum(x, late)
-        y = self.attn(self.ln_1(x), mask, causal, rotation, cache, packing, rows)
-        x = x if rows is None else pick_rows(x, rows)
-        x = x + self.dropout(y)
-        y = self.dropout(self.mlp(self.ln_2(x)))
-        return (x, y) if torch.compiler.is_compiling() else (x + y, None)
-
-
-class FinalNorm(nn.LayerNorm):
-    def forward(self, x: Tensor, late: Tensor | None = None) -> Tensor:
-        return super().forward(_sum(x, late))
+        x, y = self.ln_1(x, late, rows)
+        asking = None if rows is None else self.ln_1(x)[1]
+        y = self.attn(y, mask, causal, rotation, cache, packing, rows, asking)
+        x, y = self.ln_2(x, self.dropout(y))
+        y = self.dropout(self.mlp(y))
+        fused = self.ln_1.own_kernels or torch.compiler.is_compiling()
+        return (x, y) if fused else (x + y, None)
 
 
 def _sum(x: Tensor, late: Tensor | None) -> Tensor:
@@ -160,7 +173,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             self.wpe = Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
-        self.ln_f = FinalNorm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_f = Norm(config.d_model, eps=config.layer_norm_eps)
         self.causal = True
         self.post_init()
         # A config that names a method is honoured when a model is built from it. While `from_pretrained`
@@ -228,7 +241,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
                 hidden.append(_sum(x, late))
             wanted = rows if block is self.h[-1] else None
             x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
-        x = self.ln_f(x, late)
+        _, x = self.ln_f(x, late)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,

@@ -31,6 +31,7 @@ ALIGNMENT = 64
 # few rows that adding up their weight gradients takes the time.
 CHUNK_LOGITS = {"cuda": 1 << 30, "cpu": 1 << 21}
 SMALLEST_CHUNK = 128
+NO_AUTOCAST = "meta"  # the device on which sizes and operations are counted
 # Most probabilities lie below fp16's normal numbers; times this they do not. Sums are fp32: none overflows.
 FP16_GAIN = 1024.0
 
@@ -246,15 +247,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     kind = hidden.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind == NO_AUTOCAST or not torch.is_autocast_enabled(kind):
         return hidden.dtype
     # Autocast leaves float64 alone.
     return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
 def _no_autocast(kind: str) -> Any:
-    # The meta device, where sizes and operations are counted, has no autocast to switch off.
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return nullcontext() if kind == NO_AUTOCAST else torch.autocast(kind, enabled=False)
 
 
 def _has_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:

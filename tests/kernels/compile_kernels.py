@@ -9,7 +9,9 @@ from triton.runtime.jit import MockTensor
 from oelm.kernels import (
     attention_triton,
     cross_entropy_triton,
+    gelu_triton,
     joint_triton,
+    norm_triton,
     one_query_triton,
     positions_triton,
     value_only_triton,
@@ -68,11 +70,22 @@ for head_dim in (64, 128):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
                 check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, ROWS=64, WIDTH=32)
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)
+    tile = norm_triton._tile(torch.empty(1, 512, device="meta"))
+    check(norm_triton._forward_kernel, *[numbers] * 5, x, numbers, numbers, 4096, 512, 1e-5, **tile)
+    for picked in (False, True):
+        check(
+            norm_triton._backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
+            STRAIGHT=True, PICKED=picked, NARROW=True, **tile,
+        )  # fmt: skip
+    sizes = {"ROWS": gelu_triton.ROWS, "WIDTH": gelu_triton.WIDTH}
+    check(gelu_triton._kernel, x, x, x, numbers, 4096, 2048, **sizes, num_warps=4)
     check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
     for write in (False, True):
         check(
             cross_entropy_triton._kernel, x, MockTensor(torch.int64), numbers, 50304, 50257, 0.1, 1.0, -100,
-            WRITE=write, BLOCK=cross_entropy_triton.BLOCK, num_warps=cross_entropy_triton.WARPS,
+            SMOOTHING=write, WRITE=write,
+            BLOCK=cross_entropy_triton.BLOCK, num_warps=cross_entropy_triton.WARPS,
         )  # fmt: skip

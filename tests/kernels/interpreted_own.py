@@ -1,4 +1,4 @@
-"""Our own attention kernels on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
+"""Our own kernels for attention and norms on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,10 @@ from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
 import oelm
-from oelm.kernels import joint_triton, one_query_triton, positions_triton
-from oelm.kernels.own import joint_attention, one_query_attention
+from oelm.kernels import gelu_triton, joint_triton, norm_triton, one_query_triton, positions_triton
+from oelm.kernels.own import add_norm, joint_attention, linear_gelu, one_query_attention
 from oelm.kernels.packed import Packing, portable
+from oelm.kernels.rows import pick_rows
 from oelm.training.half import HalfWeights
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
@@ -88,7 +89,7 @@ def test_one_query_for_every_text(head_dim: int) -> None:
     packing = packing_of(RAGGED)
     keys = torch.randn(sum(RAGGED), 2, 2, head_dim)  # strides as in a joint product
     found = errors(
-        lambda q, k, v: one_query_attention(q, k, v, packing),
+        lambda q, k, v: one_query_attention(q, torch.stack((k, v), 1), packing),
         lambda q, k, v: portable(q, k, v, packing, one_query=True),
         [torch.randn(len(RAGGED), 2, head_dim), *keys.unbind(1)],
     )
@@ -107,7 +108,7 @@ def test_half_precision_is_as_good_as_attention_elsewhere(dtype: torch.dtype, ki
         ours, twin = lambda x: joint_attention(x, False, packing), lambda x: expected(x, False, packing)
     if kind == "one query":
         inputs = [torch.randn(n, 2, 64).to(dtype) for n in (len(RAGGED), rows, rows)]
-        ours = lambda *x: one_query_attention(*x, packing)  # noqa: E731
+        ours = lambda q, *kv: one_query_attention(q, torch.stack(kv, 1), packing)  # noqa: E731
         twin = lambda *x: portable(*x, packing, one_query=True)  # noqa: E731
     for found, theirs in zip(errors(ours, twin, inputs), errors(twin, twin, inputs), strict=True):
         assert found <= 2 * theirs
@@ -144,13 +145,74 @@ def test_the_gradient_of_positions() -> None:
     torch.testing.assert_close(positions_triton.position_gradient(grad, packing.bounds, 64), expected)
 
 
+@pytest.mark.parametrize("late", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7, 32), (50, 48), (1, 130, 2048)], ids=str)
+@pytest.mark.parametrize("used", ["both", "norm", "sum"])
+def test_the_norm_of_a_sum(shape: tuple[int, ...], late: torch.dtype, used: str) -> None:
+    norm = torch.nn.LayerNorm(shape[-1])
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    inputs = [torch.randn(shape, requires_grad=True), torch.randn(shape).to(late).requires_grad_()]
+    grads = {"both": (1.0, 1.0), "norm": (0.0, 1.0), "sum": (1.0, 0.0)}[used]
+    slopes = [factor * torch.randn(shape) for factor in grads]
+    results = []
+    for own in (False, True):
+        total = inputs[0] + inputs[1]
+        found = add_norm(*inputs, norm, None) if own else (total, norm(total))
+        leaves = [*inputs, norm.weight, norm.bias]
+        pairs = [(out, slope) for out, slope, factor in zip(found, slopes, grads, strict=True) if factor]
+        outs, given = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outs, leaves, given, materialize_grads=True)
+        results.append([*found, *gradients])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 if late == torch.float32 else 0.02)
+
+
+def test_the_norm_of_a_sum_of_which_some_rows_go_on() -> None:
+    """An empty text, here the third, has the row of the one before it, and gives nothing back."""
+    norm, rows = torch.nn.LayerNorm(32), torch.tensor([4, 9, 9, 39])
+    inputs = [torch.randn(2, 20, 32, requires_grad=True) for _ in range(2)]
+    slopes = [torch.randn(2, 2, 32), torch.randn(2, 20, 32)]
+    slopes[0][1, 0] = 0
+    results = []
+    for own in (False, True):
+        total = inputs[0] + inputs[1]
+        found = add_norm(*inputs, norm, rows) if own else (pick_rows(total, rows), norm(total))
+        leaves = [*inputs, norm.weight, norm.bias]
+        results.append([*found, *torch.autograd.grad(found, leaves, slopes)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_norm_of_a_sum_under_autocast_is_narrow() -> None:
+    norm, x = torch.nn.LayerNorm(16), torch.randn(5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, out = add_norm(x, x.bfloat16(), norm, None)
+    assert total.dtype == torch.float32 and torch.equal(out, norm(total).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9, 32), (33, 300)], ids=str)
+def test_a_product_and_its_gelu(shape: tuple[int, ...]) -> None:
+    linear, x = torch.nn.Linear(shape[-1], shape[-1] + 3), torch.randn(shape, requires_grad=True)
+    grad = torch.randn(*shape[:-1], shape[-1] + 3)
+    results = []
+    for call in (lambda: F.gelu(linear(x)), lambda: linear_gelu(x, linear)):
+        out = call()
+        results.append([out, *torch.autograd.grad(out, [x, linear.weight, linear.bias], grad)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("varlen", [False, True])
 def test_registered_as_torch_wants_it(varlen: bool) -> None:
     cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)
     qkv = torch.randn(1, 20, 3, 2, 16, requires_grad=True)
     torch.library.opcheck(joint_triton.forward, (qkv, cu_seqlens if varlen else None, True, 0.25))
-    q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (2, 20, 20))
-    torch.library.opcheck(one_query_triton.forward, (q, k, v, cu_seqlens, 0.25))
+    q, kv = torch.randn(2, 2, 16, requires_grad=True), torch.randn(20, 2, 2, 16, requires_grad=True)
+    torch.library.opcheck(one_query_triton.forward, (q, kv, cu_seqlens, 0.25))
+    x, late = torch.randn(9, 32, requires_grad=True), torch.randn(9, 32).bfloat16().requires_grad_()
+    weight, bias = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
+    rows = torch.tensor([3, 8]) if varlen else None
+    torch.library.opcheck(norm_triton.add_norm, (x, late, weight, bias, 1e-5, torch.bfloat16, rows))
+    torch.library.opcheck(gelu_triton.gelu_backward, (x.detach(), late.detach()))
     torch.library.opcheck(positions_triton.position_gradient, (torch.randn(20, 32), cu_seqlens, 30))
 
 
@@ -172,6 +234,12 @@ def made(head: str, method: str) -> tuple[Any, dict[str, Any]]:
     }
 
 
+def switch(model: Any, own: bool) -> None:
+    for module in model.modules():
+        if hasattr(module, "own_kernels"):
+            module.own_kernels = own
+
+
 @pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
 @pytest.mark.parametrize("head", ["causal", "classifier"])
 def test_a_step_as_a_gpu_takes_it(head: str, method: str) -> None:
@@ -182,8 +250,7 @@ def test_a_step_as_a_gpu_takes_it(head: str, method: str) -> None:
     spread = []
     for own in (False, True):
         model.zero_grad()
-        for block in model.transformer.h:
-            block.attn.own_kernels = own
+        switch(model, own)
         half = HalfWeights(model, torch.bfloat16)
         half.refresh()
         with half.installed(), torch.autocast("cpu", torch.bfloat16):
@@ -212,10 +279,9 @@ def test_a_model_learns_the_same_with_them(head: str, method: str, compiled: boo
     model, inputs = made(head, method)
     results = []
     for own in (False, True):
-        for block in model.transformer.h:
-            block.attn.own_kernels = own
-            if own and compiled:
-                block.compile(dynamic=True, backend="aot_eager", fullgraph=True)
+        switch(model, own)
+        for block in model.transformer.h if own and compiled else ():
+            block.compile(dynamic=True, backend="aot_eager", fullgraph=True)
         model.zero_grad()
         loss = model(**inputs).loss
         loss.backward()

@@ -65,7 +65,7 @@ def test_packed_attention_errs_no_more_than_twice_as_much_as_padded():
     for call, twin, inputs in (
         (lambda x: joint_attention(x, False, texts), joint, [drawn(1, rows, 3, 8, 64)]),
         (
-            lambda *x: one_query_attention(*x, texts),
+            lambda q, *kv: one_query_attention(q, torch.stack(kv, 1), texts),
             single,
             [drawn(n, 8, 64) for n in (len(LENGTHS), rows, rows)],
         ),
@@ -108,6 +108,30 @@ def test_value_only_attention(causal):
     assert all(a <= 2 * b for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("rows", [None, [4, 70, 70, 299]])
+def test_the_norm_of_a_sum(rows):
+    from oelm.kernels.own import add_norm
+    from oelm.kernels.rows import pick_rows
+
+    norm = torch.nn.LayerNorm(512).cuda()
+    torch.nn.init.normal_(norm.weight)
+    at = None if rows is None else torch.tensor(rows).cuda()
+    inputs = [torch.randn(1, 300, 512, device="cuda"), drawn(1, 300, 512)]
+    slopes = [torch.randn(1, 300 if rows is None else 4, 512, device="cuda"), drawn(1, 300, 512)]
+    slopes[0][:, 2] *= rows is None  # an empty text: it has the row of the one before
+    found = []
+    for own in (False, True):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.autocast("cuda", torch.bfloat16):
+            total = leaves[0] + leaves[1]
+            plain = total if at is None else pick_rows(total, at), norm(total).bfloat16()
+            outs = add_norm(*leaves, norm, at) if own else plain
+        found.append([*outs, *torch.autograd.grad(outs, [*leaves, norm.weight, norm.bias], slopes)])
+    for ours, theirs in zip(*found[::-1], strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
 def test_the_gradient_of_positions():
     from oelm.kernels.rows import look_up_positions
 
@@ -120,6 +144,7 @@ def test_the_gradient_of_positions():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 @pytest.mark.parametrize("method", ["baseline", "oelm"])
 def test_a_step_of_training_is_the_same_compiled_and_recorded(method):
     """The fast step against the plain one: losses differ as little as bf16 lets them."""

@@ -39,7 +39,7 @@ def test_value_only_attention_passes_gradients_through_values_alone(head, padded
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
         y = attn.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        rows = rest[-1]  # the classifier's last block is asked for one position of every text
+        rows = rest[-2]  # the classifier's last block is asked for one position of every text
         return y if rows is None else y.flatten(0, 1)[rows][:, None]
 
     for block in model.transformer.h:

@@ -2,7 +2,7 @@
 
 A program takes a row: once for the softmax's normaliser, once to write the gradient over the logits. So few
 programs run at a time that the second pass finds the row in the GPU's cache, and memory is read and written
-once.
+once. Each lane keeps a maximum and a sum of its own, so that they meet once a row and not at every block.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.
@@ -13,14 +13,36 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU, in numpy
-BLOCK = 64 if INTERPRETED else 8192  # words at a time
-WARPS = 32  # half of what a multiprocessor holds
+BLOCK = 64 if INTERPRETED else 4096  # words at a time
+WARPS = 16
+
+_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: the difference of two infinities is no number
+
+
+@triton.jit
+def _words(logits, first, vocab, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """The logits of a block in float32; words past the vocabulary have no probability."""
+    words = first + tl.arange(0, BLOCK)
+    if WHOLE:
+        return tl.load(logits + words).to(tl.float32)
+    return tl.load(logits + words, mask=words < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _add(peak, total, everything, values, SMOOTHING: tl.constexpr):
+    """Another block into each lane's maximum and sum of exponentials, by one exponential."""
+    less = tl.exp(-tl.abs(values - peak))
+    total = tl.where(values > peak, total * less + 1, total + less)
+    if SMOOTHING:
+        everything += tl.where(values > float("-inf"), values, 0.0)
+    return tl.maximum(values, peak), total, everything
 
 
 @triton.jit
 def _kernel(
-    logits, targets, losses, width, vocab, smoothing, gain, ignored, WRITE: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, targets, losses, width, vocab, smoothing, gain, ignored,
+    SMOOTHING: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
@@ -32,32 +54,39 @@ def _kernel(
                 zeros = tl.zeros((BLOCK,), logits.dtype.element_ty)
                 tl.store(logits + words, zeros, mask=words < width)
         return
-    peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    everything = tl.full((), 0.0, tl.float32)  # the sum of the logits, for smoothing
-    for first in range(0, vocab, BLOCK):
-        words = first + tl.arange(0, BLOCK)
-        values = tl.load(logits + words, mask=words < vocab, other=float("-inf")).to(tl.float32)
-        new_peak = tl.maximum(peak, tl.max(values, 0))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(values - new_peak), 0)
-        peak = new_peak
-        if smoothing > 0:
-            everything += tl.sum(tl.where(words < vocab, values, 0.0), 0)
-    more = tl.log(
-        total
-    )  # what the normaliser has more than the peak, apart: its digits would be lost in the sum
     exists = (target >= 0) & (target < vocab)  # the loss of a word that does not exist is not a number
-    at = tl.load(logits + target, mask=exists, other=float("nan")).to(tl.float32) - peak - more
-    loss = -(1 - smoothing) * at - smoothing * (everything / vocab - peak - more)
+    at = tl.load(logits + target, mask=exists, other=float("nan")).to(tl.float32)
+    whole = vocab // BLOCK * BLOCK
+    peaks = tl.full((BLOCK,), _LOWEST, tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    everything = tl.zeros((BLOCK,), tl.float32)  # the sum of the logits, for smoothing
+    for first in range(0, whole, BLOCK):
+        values = _words(logits, first, vocab, True, BLOCK)
+        peaks, totals, everything = _add(peaks, totals, everything, values, SMOOTHING)
+    if whole < vocab:
+        values = _words(logits, whole, vocab, False, BLOCK)
+        peaks, totals, everything = _add(peaks, totals, everything, values, SMOOTHING)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp(peaks - peak), 0)
+    # What the normaliser has more than the peak stays apart: its digits would be lost in the sum.
+    more = tl.log(total)
+    at = at - peak - more
+    loss = -at
+    if SMOOTHING:
+        loss = -(1 - smoothing) * at - smoothing * (tl.sum(everything, 0) / vocab - peak - more)
     tl.store(losses + row, loss)
     if WRITE:
-        share, scale = smoothing / vocab, 1 / total
+        share, scale = smoothing / vocab * gain, gain / total
         at_target = tl.where(at > -1e-3, at + 0.5 * at * at, tl.exp(at) - 1)  # p - 1 without its cancellation
-        at_target = (at_target + smoothing - share) * gain
-        for first in range(0, width, BLOCK):
+        at_target = (at_target + smoothing) * gain - share
+        for first in range(0, whole, BLOCK):
+            slopes = tl.exp(_words(logits, first, vocab, True, BLOCK) - peak) * scale - share
             words = first + tl.arange(0, BLOCK)
-            values = tl.load(logits + words, mask=words < vocab, other=float("-inf")).to(tl.float32)
-            slopes = (tl.exp(values - peak) * scale - share) * gain
+            slopes = tl.where(words == target, at_target, slopes)
+            tl.store(logits + words, slopes.to(logits.dtype.element_ty))
+        for first in range(whole, width, BLOCK):
+            slopes = tl.exp(_words(logits, first, vocab, False, BLOCK) - peak) * scale - share
+            words = first + tl.arange(0, BLOCK)
             slopes = tl.where(words == target, at_target, slopes)
             slopes = tl.where(words < vocab, slopes, 0.0)
             tl.store(logits + words, slopes.to(logits.dtype.element_ty), mask=words < width)
@@ -73,7 +102,7 @@ def cross_entropy_(
     with torch.cuda.device_of(logits):
         _kernel[(len(logits),)](
             logits, targets, losses, logits.shape[1], vocab, smoothing, gain, ignored,
-            WRITE=write, BLOCK=BLOCK, num_warps=WARPS,
+            SMOOTHING=smoothing > 0, WRITE=write, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return losses
 

@@ -13,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # log(P(X > x)) for x >= 0, highest power first: fitted for the least error of the tail, or of x times it.
-_LOG_TAIL = (-0.00034675635, 0.0050477769, -0.036281604, -0.31844154, -0.79784849, -0.69314847)
+LOG_TAIL = (-0.00034675635, 0.0050477769, -0.036281604, -0.31844154, -0.79784849, -0.69314847)
 
 
 def gelu(x: Tensor) -> Tensor:
-    if x.dtype in (torch.bfloat16, torch.float16) and torch.compiler.is_compiling():
-        return FastGelu.apply(x)
-    return F.gelu(x)
+    return FastGelu.apply(x) if _is_for(x) else F.gelu(x)
+
+
+def gelu_value(x: Tensor) -> Tensor:
+    """The same for a function that has its own backward pass."""
+    return _value(x) if _is_for(x) else F.gelu(x)
+
+
+def _is_for(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16) and torch.compiler.is_compiling()
 
 
 class FastGelu(torch.autograd.Function):
@@ -28,8 +35,7 @@ class FastGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        wide = x.float()
-        return (wide * _distribution(wide)).to(x.dtype)
+        return _value(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -39,11 +45,16 @@ class FastGelu(torch.autograd.Function):
         return (grad.float() * slope).to(x.dtype)
 
 
+def _value(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * _distribution(wide)).to(x.dtype)
+
+
 def _distribution(x: Tensor) -> Tensor:
     """The normal distribution function."""
     positive = x.abs()
     power: Tensor | float = 0.0
-    for coefficient in _LOG_TAIL:
+    for coefficient in LOG_TAIL:
         power = power * positive + coefficient
     assert isinstance(power, Tensor)
     tail = torch.exp(power)

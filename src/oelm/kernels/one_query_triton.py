@@ -4,7 +4,7 @@ There is nothing to multiply, only keys and values to be read once: a program pe
 with an online softmax; backward another walks them again and writes their gradients as it goes. Kernels for
 many queries fill a tile of 64 or 128 of them with this one.
 
-Texts lie end to end and hold every row: k and v are (N, H, D), q is (texts, H, D), any strides but the last.
+Texts lie end to end and hold every row: kv is (N, 2, H, D), q is (texts, H, D), any strides but the last.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.
@@ -126,9 +126,9 @@ def _sizes(q: Tensor) -> dict[str, int]:
 
 # Opaque to torch.compile: it calls the kernels as they are, strides and all, and captures them in its graphs.
 @torch.library.custom_op("oelm::one_query_forward", mutates_args=())
-def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, kv: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The output, (texts, H, D), and the base-2 log-sum-exp of each query's scores, (texts, H)."""
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    (out, lse), (k, v) = _outputs(q, kv, cu_seqlens, scale), kv.unbind(1)
     with torch.cuda.device_of(q):
         _forward_kernel[q.shape[:2]](
             q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), cu_seqlens,
@@ -137,43 +137,45 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -
     return out, lse
 
 
-@torch.library.custom_op("oelm::one_query_backward", mutates_args=())
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.contiguous()  # a few rows; the gradient of a sum has a stride of 0
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    with torch.cuda.device_of(q):
-        _backward_kernel[q.shape[:2]](
-            q, k, v, out, lse, grad, *grads, q.stride(), k.stride(), v.stride(), out.stride(), grad.stride(),
-            grads[0].stride(), grads[1].stride(), cu_seqlens, scale * math.log2(math.e), scale, **_sizes(q),
-        )  # fmt: skip
-    return grads
-
-
 @forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, kv: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+@torch.library.custom_op("oelm::one_query_backward", mutates_args=())
+def backward(
+    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    grad = grad.contiguous()  # a few rows; the gradient of a sum has a stride of 0
+    grad_q, grad_kv = _gradients(q, kv, out, lse, grad, cu_seqlens, scale)
+    (k, v), (grad_k, grad_v) = kv.unbind(1), grad_kv.unbind(1)
+    with torch.cuda.device_of(q):
+        _backward_kernel[q.shape[:2]](
+            q, k, v, out, lse, grad, grad_q, grad_k, grad_v,
+            q.stride(), k.stride(), v.stride(), out.stride(), grad.stride(), grad_q.stride(), grad_k.stride(),
+            cu_seqlens, scale * math.log2(math.e), scale, **_sizes(q),
+        )  # fmt: skip
+    return grad_q, grad_kv
+
+
 @backward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _gradients(
+    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    q, kv, cu_seqlens, ctx.scale = inputs
+    ctx.save_for_backward(q, kv, *output, cu_seqlens)
     ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which nobody differentiates
 
 
 def _autograd(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 5
-    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
-    return *backward(q, k, v, out, lse, grad, cu_seqlens, ctx.scale), None, None
+        return (None,) * 4
+    q, kv, out, lse, cu_seqlens = ctx.saved_tensors
+    return *backward(q, kv, out, lse, grad, cu_seqlens, ctx.scale), None, None
 
 
 forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from oelm.attention import SelfAttention
 from oelm.config import RunConfig
-from oelm.gpt import OelmGPTPreTrainedModel
+from oelm.gpt import FeedForward, Norm, OelmGPTPreTrainedModel
 from oelm.kernels.own import have_own_kernels
 from oelm.training.objective import Batch, Classification, Objective, pinned
 from oelm.training.parallel import DTYPES
@@ -42,7 +42,7 @@ class Paths:
         texts = "texts are packed end to end" if self.padded is None else f"texts are padded ({self.padded})"
         steps = "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})"
         blocks = f"blocks are {'compiled' if self.compiled else 'not compiled'}"
-        blocks += "; attention by kernels of our own" if self.own_kernels else ""
+        blocks += "; attention, norms and GELU by kernels of our own" if self.own_kernels else ""
         rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
         return f"{texts}; {steps}; {blocks}{rows}"
 
@@ -76,15 +76,15 @@ def why_eager(config: RunConfig, processes: int, device: torch.device, precision
 
 
 def use_own_kernels(model: nn.Module, config: RunConfig, device: torch.device, precision: str) -> bool:
-    """Have the attention of a reference GPT computed by our own kernels, where they are faster."""
-    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    if not config.training.fast or not attentions:
+    """Have a reference GPT's attention, norms and GELU computed by our own kernels, where they are faster."""
+    if not config.training.fast or not isinstance(model, OelmGPTPreTrainedModel):
         return False
-    head_dim = attentions[0].q_proj.out_features // attentions[0].num_heads
-    if not have_own_kernels(device, DTYPES.get(precision, torch.float32), head_dim):
+    dtype = DTYPES.get(precision, torch.float32)
+    if not have_own_kernels(device, dtype, model.config.d_model, model.config.num_heads):
         return False
-    for attention in attentions:
-        attention.own_kernels = True
+    for module in model.modules():
+        if isinstance(module, SelfAttention | Norm | FeedForward):
+            module.own_kernels = True
     return True
 
 
@@ -95,7 +95,8 @@ def compile_blocks(model: nn.Module, tokens: float, config: RunConfig, device: t
     if not isinstance(model, OelmGPTPreTrainedModel):
         return False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for module in (*model.base_model.h, model.base_model.ln_f):  # type: ignore[misc]
+    final: Any = model.base_model.ln_f
+    for module in (*model.base_model.h, *(() if final.own_kernels else (final,))):  # type: ignore[misc]
         module.compile(dynamic=True)
     return True
 

@@ -111,8 +111,8 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     paths = fast.Paths(
         padded=fast.why_padded(config, objective, raw, state.device),
         eager=fast.why_eager(config, state.num_processes, state.device, precision),
-        compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
         own_kernels=fast.use_own_kernels(raw, config, state.device, precision),
+        compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
         rows=rows,
     )
     objective.packed, objective.static = paths.padded is None, paths.eager is None
