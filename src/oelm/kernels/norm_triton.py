@@ -50,7 +50,7 @@ def _backward_kernel(
     STRAIGHT: tl.constexpr, PICKED: tl.constexpr, NARROW: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`STRAIGHT`: the sum itself has a gradient, too; `PICKED`: at some rows only, and `places` has each row's
+    """`STRAIGHT`: the sum itself has a gradient, too; `PICKED`: at some rows only, and `places` has a row's
     place among them. `NARROW`: what was added wants its gradient in another dtype, written to `grad_late`."""
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0)
@@ -61,6 +61,13 @@ def _backward_kernel(
         at, inside = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
         grad = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
         sums = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        if STRAIGHT:
+            there, exist = at, inside
+            if PICKED:
+                place = tl.load(places + row, mask=row < rows, other=num_places).to(tl.int64)
+                there = place[:, None] * width + column[None, :]
+                exist &= (place < num_places)[:, None]
+            more = tl.load(straight + there, mask=exist, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
         normal = tl.where(column[None, :] < width, (sums - mean[:, None]) * scale[:, None], 0.0)
@@ -70,14 +77,7 @@ def _backward_kernel(
         along, level = tl.sum(slope * normal, 1) / width, tl.sum(slope, 1) / width
         result = (slope - level[:, None] - normal * along[:, None]) * scale[:, None]
         if STRAIGHT:
-            there, exist = at, inside
-            if PICKED:
-                place = tl.load(places + row, mask=row < rows, other=num_places).to(tl.int64)
-                there, exist = (
-                    place[:, None] * width + column[None, :],
-                    inside & (place < num_places)[:, None],
-                )
-            result += tl.load(straight + there, mask=exist, other=0.0).to(tl.float32)
+            result += more
         tl.store(grad_x + at, result.to(grad_x.dtype.element_ty), mask=inside)
         if NARROW:
             tl.store(grad_late + at, result.to(grad_late.dtype.element_ty), mask=inside)
