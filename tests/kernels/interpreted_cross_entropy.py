@@ -8,6 +8,8 @@ from interpreter import error, honest_interpreter  # noqa: F401  a fixture
 from oelm.kernels.cross_entropy_triton import cross_entropy_
 from oelm.lm_loss import FP16_GAIN, lm_loss, lm_losses
 
+# Numpy warns where the first attempt at a normaliser is infinite, and where logits are.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 VOCAB, WIDTH = 150, 192  # three blocks, the last of which is padding for the most part
 
 
@@ -33,6 +35,31 @@ def test_losses_and_gradient(dtype: torch.dtype, gain: float, scale: float, smoo
     assert not logits[:, VOCAB:].any() and not logits[::4].any()  # padding, and what does not count
     tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert error(logits[:, :VOCAB] / gain, exact.grad) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_far_above_the_first_block(dtype: torch.dtype) -> None:
+    """So far that exponentials relative to the first block's largest are infinite, or their inverse is nothing;
+    or there is nothing in the first block at all."""
+    for word, value, first in ((100, 200.0, 0.0), (VOCAB - 1, 96.0, 0.0), (100, 1.0, float("-inf"))):
+        logits, targets = made(dtype)
+        targets = targets.where(targets < 0, targets.clamp(min=64))
+        logits[:, :64] += first
+        logits[:, word] = value
+        exact = logits[:, :VOCAB].double().requires_grad_()
+        losses = F.cross_entropy(exact, targets, reduction="none")
+        losses.sum().backward()
+        assert error(cross_entropy_(logits, targets, VOCAB, 0.0, 1.0, -100, True), losses.detach()) < 1e-6
+        assert error(logits[:, :VOCAB], exact.grad) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("word", [3, 100])
+def test_what_is_no_number_stays_none(value: float, word: int) -> None:
+    logits, _ = made(torch.float32)
+    logits[1, word] = value
+    losses = cross_entropy_(logits, torch.full((9,), 5), VOCAB, 0.0, 1.0, -100, True)
+    assert losses.isnan().tolist() == [row == 1 for row in range(9)]
 
 
 def test_a_target_that_is_almost_certain_keeps_its_gradient() -> None:

@@ -2,7 +2,9 @@
 
 A program takes a row: once for the softmax's normaliser, once to write the gradient over the logits. So few
 programs run at a time that the second pass finds the row in the GPU's cache, and memory is read and written
-once. Each lane keeps a maximum and a sum of its own, so that they meet once a row and not at every block.
+once. It is the instructions for each number that count then: exponentials are taken relative to the largest
+logit of the first block, which needs no comparisons. Only if another exceeds it by so much that their sum
+comes near to infinity are they taken again, relative to the largest of all.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.
@@ -16,26 +18,28 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernel
 BLOCK = 64 if INTERPRETED else 4096  # words at a time
 WARPS = 16
 
-_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: the difference of two infinities is no number
-
 
 @triton.jit
-def _words(logits, first, vocab, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _words(logits, first, width, vocab, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """The logits of a block in float32; words past the vocabulary have no probability."""
     words = first + tl.arange(0, BLOCK)
     if WHOLE:
         return tl.load(logits + words).to(tl.float32)
-    return tl.load(logits + words, mask=words < vocab, other=float("-inf")).to(tl.float32)
+    # The width is a round number: so masked, many words are loaded at once.
+    values = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
+    return tl.where(words < vocab, values, float("-inf"))
 
 
 @triton.jit
-def _add(peak, total, everything, values, SMOOTHING: tl.constexpr):
-    """Another block into each lane's maximum and sum of exponentials, by one exponential."""
-    less = tl.exp(-tl.abs(values - peak))
-    total = tl.where(values > peak, total * less + 1, total + less)
-    if SMOOTHING:
-        everything += tl.where(values > float("-inf"), values, 0.0)
-    return tl.maximum(values, peak), total, everything
+def _total(logits, peak, width, vocab, BLOCK: tl.constexpr):
+    """The sum of the exponentials, relative to `peak`."""
+    whole = vocab // BLOCK * BLOCK
+    totals = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, whole, BLOCK):
+        totals += tl.exp(_words(logits, first, width, vocab, True, BLOCK) - peak)
+    if whole < vocab:
+        totals += tl.exp(_words(logits, whole, width, vocab, False, BLOCK) - peak)
+    return tl.sum(totals, 0)
 
 
 @triton.jit
@@ -56,40 +60,40 @@ def _kernel(
         return
     exists = (target >= 0) & (target < vocab)  # the loss of a word that does not exist is not a number
     at = tl.load(logits + target, mask=exists, other=float("nan")).to(tl.float32)
-    whole = vocab // BLOCK * BLOCK
-    peaks = tl.full((BLOCK,), _LOWEST, tl.float32)
-    totals = tl.zeros((BLOCK,), tl.float32)
-    everything = tl.zeros((BLOCK,), tl.float32)  # the sum of the logits, for smoothing
-    for first in range(0, whole, BLOCK):
-        values = _words(logits, first, vocab, True, BLOCK)
-        peaks, totals, everything = _add(peaks, totals, everything, values, SMOOTHING)
-    if whole < vocab:
-        values = _words(logits, whole, vocab, False, BLOCK)
-        peaks, totals, everything = _add(peaks, totals, everything, values, SMOOTHING)
-    peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp(peaks - peak), 0)
+    peak = tl.max(_words(logits, 0, width, vocab, False, BLOCK), 0)
+    total = _total(logits, peak, width, vocab, BLOCK)
+    if (total > 1e30) | (total != total):
+        peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for first in range(0, vocab, BLOCK):
+            peaks = tl.maximum(peaks, _words(logits, first, width, vocab, False, BLOCK))
+        peak = tl.max(peaks, 0)
+        total = _total(logits, peak, width, vocab, BLOCK)
     # What the normaliser has more than the peak stays apart: its digits would be lost in the sum.
     more = tl.log(total)
     at = at - peak - more
     loss = -at
     if SMOOTHING:
+        everything = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, vocab, BLOCK):
+            words = first + tl.arange(0, BLOCK)
+            everything += tl.load(logits + words, mask=words < vocab, other=0.0).to(tl.float32)
         loss = -(1 - smoothing) * at - smoothing * (tl.sum(everything, 0) / vocab - peak - more)
     tl.store(losses + row, loss)
     if WRITE:
+        whole = vocab // BLOCK * BLOCK
         share, scale = smoothing / vocab * gain, gain / total
-        at_target = tl.where(at > -1e-3, at + 0.5 * at * at, tl.exp(at) - 1)  # p - 1 without its cancellation
-        at_target = (at_target + smoothing) * gain - share
         for first in range(0, whole, BLOCK):
-            slopes = tl.exp(_words(logits, first, vocab, True, BLOCK) - peak) * scale - share
-            words = first + tl.arange(0, BLOCK)
-            slopes = tl.where(words == target, at_target, slopes)
-            tl.store(logits + words, slopes.to(logits.dtype.element_ty))
+            slopes = tl.exp(_words(logits, first, width, vocab, True, BLOCK) - peak) * scale - share
+            tl.store(logits + first + tl.arange(0, BLOCK), slopes.to(logits.dtype.element_ty))
         for first in range(whole, width, BLOCK):
-            slopes = tl.exp(_words(logits, first, vocab, False, BLOCK) - peak) * scale - share
+            slopes = tl.exp(_words(logits, first, width, vocab, False, BLOCK) - peak) * scale - share
             words = first + tl.arange(0, BLOCK)
-            slopes = tl.where(words == target, at_target, slopes)
             slopes = tl.where(words < vocab, slopes, 0.0)
             tl.store(logits + words, slopes.to(logits.dtype.element_ty), mask=words < width)
+        tl.debug_barrier()  # the target's is written by then, and written again
+        at_target = tl.where(at > -1e-3, at + 0.5 * at * at, tl.exp(at) - 1)  # p - 1 without its cancellation
+        at_target = (at_target + smoothing) * gain - share
+        tl.store(logits + target, at_target.to(logits.dtype.element_ty), mask=exists)
 
 
 @torch.library.custom_op("oelm::cross_entropy_", mutates_args=("logits",))
