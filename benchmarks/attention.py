@@ -102,7 +102,8 @@ def cross_entropy_arms() -> dict[str, Arm]:
 
 
 def measure(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, Any]]:
-    graphs, times = {}, {name: [] for name in arms}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for name, call in arms.items():
         for _ in range(2):
             call()
