@@ -4,8 +4,8 @@
 
 `oelm train` three times for every seed: with `training.fast=false`, with the fast paths, and with blocks
 compiled as well, which short runs otherwise are not. The same seed gives the same start and the same batches,
-so what is left between the arms is rounding. It is compared with what lies between seeds: of validation losses
-at the same step, the mean difference between two arms of one seed, and between two seeds of the plain arm.
+so what is left between the arms is rounding. It is compared with what lies between seeds: of validation
+losses at the same step, the mean difference between two arms of one seed, and between two plain seeds.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def test_losses_and_gradient(dtype: torch.dtype, gain: float, scale: float, smoo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_logit_far_above_the_first_block(dtype: torch.dtype) -> None:
-    """So far that the exponentials relative to the first block's largest are infinite, or that their inverse is
+    """So far above that exponentials relative to the first block are infinite, or their inverse is
     next to nothing; or there is nothing in the first block at all."""
     for word, value, first in ((100, 200.0, 0.0), (VOCAB - 1, 96.0, 0.0), (100, 1.0, float("-inf"))):
         logits, targets = made(dtype)
