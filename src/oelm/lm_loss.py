@@ -176,8 +176,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad / ctx.gain
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grads = [None if value is None else (value * scale).to(dtype) for value, dtype in saved]
+        grads: list[Tensor | None] = [
+            None if value is None else torch.mul(value, scale, out=torch.empty_like(value, dtype=dtype))
+            for value, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
         return (*grads, None, None, None, None, None)
 
 

@@ -49,9 +49,9 @@ for head_dim in (64, 128):
         x = MockTensor(dtype)
         row = (3 * width, head_dim, 1)
         sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": one_query_triton.BLOCK}
-        check(one_query_triton._forward_kernel, x, x, x, x, numbers, *[row] * 4, bounds, 0.1, **sizes)
+        check(one_query_triton._one_query_kernel, x, x, x, x, numbers, *[row] * 4, bounds, 0.1, **sizes)
         check(
-            one_query_triton._backward_kernel,
+            one_query_triton._one_query_backward_kernel,
             *[x] * 4, numbers, *[x] * 4, *[row] * 7, bounds, 0.1, 0.1, **sizes,
         )  # fmt: skip
         for causal in (False, True):
@@ -63,7 +63,7 @@ for head_dim in (64, 128):
             common["cu_seqlens"] = None if causal else bounds
             for kernel, tensors, count, tiles in (
                 (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
-                (value_only_triton._backward_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
+                (value_only_triton._value_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
                 (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
                 (joint_triton._key_kernel, [x] * 4 + [numbers] * 2 + [x] * 2, 3, joint_triton.KEYS),
             ):
@@ -74,18 +74,18 @@ check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, ROWS=64, WID
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)
     tile = norm_triton._tile(torch.empty(1, 512, device="meta"))
-    check(norm_triton._forward_kernel, *[numbers] * 5, x, numbers, numbers, 4096, 512, 1e-5, **tile)
+    check(norm_triton._norm_forward_kernel, *[numbers] * 5, x, numbers, numbers, 4096, 512, 1e-5, **tile)
     for picked in (False, True):
         check(
-            norm_triton._backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
+            norm_triton._norm_backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
             STRAIGHT=True, PICKED=picked, NARROW=True, **tile,
         )  # fmt: skip
     sizes = {"ROWS": gelu_triton.ROWS, "WIDTH": gelu_triton.WIDTH}
-    check(gelu_triton._kernel, x, x, x, numbers, 4096, 2048, **sizes, num_warps=4)
+    check(gelu_triton._gelu_kernel, x, x, x, numbers, 4096, 2048, **sizes, num_warps=4)
     check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
     for write in (False, True):
         check(
-            cross_entropy_triton._kernel, x, MockTensor(torch.int64), numbers, 50304, 50257, 0.1, 1.0, -100,
-            SMOOTHING=write, WRITE=write,
+            cross_entropy_triton._cross_entropy_kernel, x, MockTensor(torch.int64), numbers,
+            50304, 50257, 0.1, 1.0, -100, SMOOTHING=write, WRITE=write,
             BLOCK=cross_entropy_triton.BLOCK, num_warps=cross_entropy_triton.WARPS,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def _total(logits, peak, width, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
+def _cross_entropy_kernel(
     logits, targets, losses, width, vocab, smoothing, gain, ignored,
     SMOOTHING: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def cross_entropy_(
     left in place of the logits (n, P), of which those past the vocabulary have neither."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     with torch.cuda.device_of(logits):
-        _kernel[(len(logits),)](
+        _cross_entropy_kernel[(len(logits),)](
             logits, targets, losses, logits.shape[1], vocab, smoothing, gain, ignored,
             SMOOTHING=smoothing > 0, WRITE=write, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

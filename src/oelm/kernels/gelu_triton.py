@@ -23,7 +23,7 @@ _LOG_TAIL = tl.constexpr(LOG_TAIL)
 
 
 @triton.jit
-def _kernel(x, grad, result, partial, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _gelu_kernel(x, grad, result, partial, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -51,7 +51,7 @@ def gelu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     walkers = min(WALKERS, triton.cdiv(rows, ROWS))
     partial = x.new_empty(walkers, width, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _kernel[walkers, triton.cdiv(width, WIDTH)](
+        _gelu_kernel[walkers, triton.cdiv(width, WIDTH)](
             x, grad, result, partial, rows, width, ROWS=ROWS, WIDTH=WIDTH, num_warps=4
         )
         return result, column_sums(partial)

@@ -22,7 +22,7 @@ WALKERS = 4 if INTERPRETED else 528  # programs of the backward pass: four for e
 
 
 @triton.jit
-def _forward_kernel(
+def _norm_forward_kernel(
     x, late, weight, bias, total, out, means, scales, rows, width, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     total, weight, means, scales, straight, places, grad_out, grad_x, grad_late, partial,
     rows, width, num_places,
     STRAIGHT: tl.constexpr, PICKED: tl.constexpr, NARROW: tl.constexpr,
@@ -122,7 +122,7 @@ def add_norm(
     total, out, mean, scale, picked = _outputs(x, late, weight, bias, eps, dtype, rows)
     tile = _tile(x)
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(mean.numel(), tile["ROWS"]),)](
+        _norm_forward_kernel[(triton.cdiv(mean.numel(), tile["ROWS"]),)](
             x, late, weight, bias, total, out, mean, scale, mean.numel(), x.shape[-1], eps, **tile
         )
     if rows is not None:
@@ -160,7 +160,7 @@ def add_norm_backward(
     walkers = min(WALKERS, triton.cdiv(mean.numel(), tile["ROWS"]))
     partial = total.new_empty(walkers, 2, total.shape[-1], dtype=torch.float32)
     with torch.cuda.device_of(total):
-        _backward_kernel[(walkers,)](
+        _norm_backward_kernel[(walkers,)](
             total, weight, mean, scale, grad_total, places, grad_out, grad, late, partial,
             mean.numel(), total.shape[-1], 0 if rows is None else len(rows),
             STRAIGHT=grad_total is not None, PICKED=rows is not None, NARROW=late.numel() > 0, **tile,

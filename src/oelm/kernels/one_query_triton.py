@@ -67,7 +67,7 @@ def _store_rows(tensor, strides, rows, end, values, HEAD_DIM: tl.constexpr, BLOC
 
 
 @triton.jit
-def _forward_kernel(
+def _one_query_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, cu_seqlens, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _one_query_backward_kernel(
     q, k, v, out, lse, grad, grad_q, grad_k, grad_v,
     q_strides, k_strides, v_strides, out_strides, grad_strides, q_grad_strides, kv_grad_strides,
     cu_seqlens, scale, to_score,
@@ -130,7 +130,7 @@ def forward(q: Tensor, kv: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Te
     """The output, (texts, H, D), and the base-2 log-sum-exp of each query's scores, (texts, H)."""
     (out, lse), (k, v) = _outputs(q, kv, cu_seqlens, scale), kv.unbind(1)
     with torch.cuda.device_of(q):
-        _forward_kernel[q.shape[:2]](
+        _one_query_kernel[q.shape[:2]](
             q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), cu_seqlens,
             scale * math.log2(math.e), **_sizes(q),
         )  # fmt: skip
@@ -150,7 +150,7 @@ def backward(
     grad_q, grad_kv = _gradients(q, kv, out, lse, grad, cu_seqlens, scale)
     (k, v), (grad_k, grad_v) = kv.unbind(1), grad_kv.unbind(1)
     with torch.cuda.device_of(q):
-        _backward_kernel[q.shape[:2]](
+        _one_query_backward_kernel[q.shape[:2]](
             q, k, v, out, lse, grad, grad_q, grad_k, grad_v,
             q.stride(), k.stride(), v.stride(), out.stride(), grad.stride(), grad_q.stride(), grad_k.stride(),
             cu_seqlens, scale * math.log2(math.e), scale, **_sizes(q),

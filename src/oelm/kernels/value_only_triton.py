@@ -57,7 +57,7 @@ def _gather(
 
 
 @triton.jit(do_not_specialize=["num_texts"])
-def _backward_kernel(
+def _value_kernel(
     q, k, lse, grad, grad_v, q_strides, k_strides, grad_strides, grad_v_strides,
     cu_seqlens, num_texts, rows, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
@@ -105,7 +105,7 @@ def backward(
 ) -> Tensor:  # fmt: skip
     grad_v = empty_like(grad)
     with torch.cuda.device_of(grad):
-        _backward_kernel[grid(grad, cu_seqlens, "BLOCK_N")](
+        _value_kernel[grid(grad, cu_seqlens, "BLOCK_N")](
             q, k, lse, grad, grad_v, q.stride(), k.stride(), grad.stride(), grad_v.stride(),
             **arguments(grad, cu_seqlens, causal, scale), **launch_options(BACKWARD, grad),
         )  # fmt: skip
