@@ -39,10 +39,13 @@ class FastGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        wide = x.float()
-        slope = _distribution(wide) + wide * torch.exp(-0.5 * wide * wide) * (2 * torch.pi) ** -0.5
-        return (grad.float() * slope).to(x.dtype)
+        return gelu_gradient(*ctx.saved_tensors, grad)
+
+
+def gelu_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    wide = x.float()
+    slope = _distribution(wide) + wide * torch.exp(-0.5 * wide * wide) * (2 * torch.pi) ** -0.5
+    return (grad.float() * slope).to(x.dtype)
 
 
 def _value(x: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
-"""Attention and cross-entropy, forward and backward, by our kernels and by PyTorch's, on one NVIDIA GPU.
+"""Our kernels and PyTorch's for the same, on one NVIDIA GPU.
 
-    python benchmarks/attention.py [--rounds 7] [--json benchmarks/attention.json]
+    python benchmarks/kernels.py [--rounds 7] [--json benchmarks/kernels.json]
 
-Heads of Medium-512 (8 of 64) in bf16, on the shapes that training has. Every arm is recorded in a CUDA graph,
-several calls of it, so that launching costs nothing; the arms take turns, and medians are compared. An arm
-starts from the product's output, (tokens, q k v), and ends with its gradient in the same shape: for PyTorch's
-kernels this takes a split and a join, as it does in a model. Texts end to end go through `varlen_attn`; texts
-of one length could also be a batch for `scaled_dot_product_attention`, so those arms are there as well.
+Shapes of training Medium-512 (512 wide, 8 heads of 64) in bf16. Every arm is recorded in a CUDA graph,
+several calls of it, so that launching costs nothing; the arms take turns, and medians are compared.
+
+Attention, forward and backward: an arm starts from the product's output, (tokens, q k v), and ends with its
+gradient in the same shape: for PyTorch's kernels this takes a split and a join, as it does in a model. Texts
+end to end go through `varlen_attn`; texts of one length could also be a batch for
+`scaled_dot_product_attention`, so those arms are there as well. All else is compared with torch.compile.
 """
 
 import argparse
@@ -25,12 +27,15 @@ from torch.nn.attention.varlen import varlen_attn
 
 from oelm.atomic import write_json
 from oelm.kernels.cross_entropy_triton import cross_entropy_
-from oelm.kernels.own import joint_attention
+from oelm.kernels.gelu import gelu_gradient
+from oelm.kernels.gelu_triton import gelu_backward
+from oelm.kernels.own import add_norm, joint_attention
 from oelm.kernels.packed import Packing
 from oelm.training.folder import environment
 
 HEADS, HEAD_DIM, CALLS = 8, 64, 5
-VOCAB, PADDED, ROWS = 50257, 50304, 8192
+VOCAB, PADDED, ROWS = 50257, 50304, 16384
+TOKENS, WIDTH, INNER = 65536, 512, 2048
 BACKENDS = {"SDPA, flash": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 Arm = Callable[[], Any]
@@ -49,6 +54,8 @@ def lengths_of() -> dict[str, tuple[list[int], bool]]:
         "classifier, 16 reviews": (reviews, False),
         "classifier, 16 pairs of sentences": (pairs, False),
         "language model, 128 windows of 512": ([512] * 128, True),
+        "language model, 32 windows of 2048": ([2048] * 32, True),
+        "language model, 16 windows of 4096": ([4096] * 16, True),
     }
 
 
@@ -101,6 +108,36 @@ def cross_entropy_arms() -> dict[str, Arm]:
     }
 
 
+def norm_arms() -> dict[str, Arm]:
+    """The sum of a wide and a narrow tensor and its LayerNorm, forward and backward."""
+    norm = torch.nn.LayerNorm(WIDTH, device="cuda")
+    x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
+    late = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grads = [torch.randn_like(x), torch.randn_like(late)]
+
+    def plain() -> tuple[Tensor, Tensor]:
+        total = x + late
+        return total, norm(total).to(late.dtype)
+
+    calls = {"ours": lambda: add_norm(x, late, norm, None), "torch.compile": torch.compile(plain)}
+    return {
+        name: lambda call=call: torch.autograd.grad(call(), [x, late, *norm.parameters()], grads)  # type: ignore[misc]
+        for name, call in calls.items()
+    }
+
+
+def gelu_arms() -> dict[str, Arm]:
+    """The backward pass of GELU and of the bias before it."""
+    x, grad = (torch.randn(TOKENS, INNER, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    @torch.compile
+    def compiled(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        inner = gelu_gradient(x, grad)
+        return inner, inner.sum(0)
+
+    return {"ours": lambda: gelu_backward(x, grad), "torch.compile": lambda: compiled(x, grad)}
+
+
 def measure(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, Any]]:
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -133,15 +170,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("attention.json"))
+    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("kernels.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
-    cases = {name: attention_arms(*texts) for name, texts in lengths_of().items()}
-    cases[f"cross-entropy, {ROWS} rows of {VOCAB} words"] = cross_entropy_arms()
-    found = {name: measure(arms, options.rounds) for name, arms in cases.items()}
+    cases: dict[str, Callable[[], dict[str, Arm]]]
+    cases = {
+        name: lambda texts=texts: attention_arms(*texts)  # type: ignore[misc]
+        for name, texts in lengths_of().items()
+    }
+    cases[f"cross-entropy and its gradient, {ROWS} rows of {VOCAB} words"] = cross_entropy_arms
+    cases[f"a sum and its norm, {TOKENS} x {WIDTH}"] = norm_arms
+    cases[f"GELU's backward pass with a bias, {TOKENS} x {INNER}"] = gelu_arms
+    found = {name: measure(make(), options.rounds) for name, make in cases.items()}
     record = {
-        "what": "attention (8 heads of 64) and cross-entropy, forward and backward, bf16, in CUDA graphs",
-        "command": f"python benchmarks/attention.py --rounds {options.rounds}",
+        "what": "our kernels and PyTorch's, bf16, in CUDA graphs; attention has 8 heads of 64",
+        "command": f"python benchmarks/kernels.py --rounds {options.rounds}",
         "environment": environment(torch.device("cuda"), 1),
         "cases": found,
     }
