@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,17 @@ def main() -> None:
     ):
         wanted = itertools.product(reversed(ARMS), seeds)
         jobs = [pool.submit(train, arm, seed, options, Path(folder)) for arm, seed in wanted]
+        curves = []
         try:
-            curves = [job.result() for job in jobs]
+            for job in as_completed(jobs):
+                curves.append(job.result())
+                done, arm, seed = len(curves), curves[-1]["arm"], curves[-1]["seed"]
+                print(f"{done} of {len(jobs)} runs: {arm}, seed {seed}", file=sys.stderr)
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"{log.name}: ...{log.read_text()[-1500:]}", file=sys.stderr)
             raise
+    curves.sort(key=lambda curve: (ARMS.index(curve["arm"]), curve["seed"]))
     of = {(curve["arm"], curve["seed"]): curve for curve in curves}
     found = {
         f"{arm} and plain, same seed": between([(of[arm, seed], of["plain", seed]) for seed in seeds])
