@@ -550,8 +550,11 @@ def test_a_checkpoint_trained_after_all_is_refused(tmp_path):
     build("bert").save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="was not converted"):
         oelm.load(tmp_path / "other")
-    with pytest.raises(UserError, match="is not a model that can be loaded"):
+    with pytest.raises(UserError, match="nothing: there is no such folder"):
         oelm.load(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="is not a model that can be loaded"):
+        oelm.load(tmp_path / "empty")
 
 
 @pytest.mark.parametrize("method", ["oelm-polar-scaled", Method("own", {"q": "orthogonal"}, gain="own")])

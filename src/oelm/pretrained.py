@@ -46,6 +46,9 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     """A checkpoint's config; `hub` says where it is."""
     import oelm.gpt  # noqa: F401 - registers the reference GPT
 
+    path = str(name)
+    if not Path(path).is_dir() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise UserError(f"{name}: there is no such folder")  # and no such name on the hub can be: not asked
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the hub and the network fail in many ways

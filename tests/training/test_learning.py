@@ -7,6 +7,7 @@ import pytest
 
 from oelm.config import make_config
 from oelm.data import Choice
+from oelm.errors import UserError
 from oelm.training.loop import train
 from oelm.training.trained import Trained
 
@@ -119,6 +120,9 @@ def test_answers_are_learned(tmp_path):
     )
     assert results["metric"] == "f1"
     assert results["test"]["metrics"]["f1"] > 0.8
+    options = {"max_length": 48, "steps": 2, "label_smoothing": 0.1}
+    with pytest.raises(UserError, match="label smoothing is not for question answering"):
+        run("squad", tmp_path / "smooth", tmp_path / "data", tmp_path / "cache", **options)
 
 
 def test_few_items_are_not_called_chance(tmp_path):

@@ -39,7 +39,8 @@ class FastGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return gelu_gradient(*ctx.saved_tensors, grad)
+        (x,) = ctx.saved_tensors
+        return gelu_gradient(x, grad)
 
 
 def gelu_gradient(x: Tensor, grad: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     attention_triton = gelu_triton = joint_triton = norm_triton = one_query_triton = None  # type: ignore[assignment]
 
-# On an H200 attention takes 0.53 to 0.77 of the time of PyTorch's flash attention (benchmarks/kernels.json), and
-# as long as cuDNN's at 512 tokens; at 2,048 cuDNN, which knows no texts end to end, takes 0.82 of ours.
-# Elsewhere nobody has looked.
+# On an H200 attention takes 0.53 to 0.77 of the time of PyTorch's flash attention (benchmarks/kernels.json).
+# cuDNN's, which knows no texts end to end, takes as long at 512 tokens and 0.82 of it at 2,048. Elsewhere
+# nobody has looked.
 MEASURED = 9  # compute capability, the major number
 
 

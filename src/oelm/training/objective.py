@@ -293,6 +293,13 @@ class Questions(Objective):
     auto_class = "AutoModelForQuestionAnswering"
     longest_answer = 30  # tokens
 
+    def __init__(self, store: Store, label_smoothing: float = 0.0, class_weights: str = "none") -> None:
+        if label_smoothing:
+            raise UserError(
+                "label smoothing is not for question answering: leave training.label_smoothing at 0"
+            )
+        super().__init__(store, label_smoothing, class_weights)
+
     def batch(self, split: str, items: Array) -> Batch:
         padded = self.padded(split, items)
         assert padded.start_positions is not None and padded.end_positions is not None
