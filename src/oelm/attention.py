@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from oelm.fused import FusedWeights, packed_linear, split_linear
 from oelm.gpt_config import OelmGPTConfig
-from oelm.kernels.own import joint_attention, one_query_attention
+from oelm.kernels.own import joint_attention, one_query_attention, run_here
 from oelm.kernels.packed import Packing, packed_attention, packed_value_only
 from oelm.kernels.value_only import value_only_attention
 
@@ -51,11 +51,12 @@ class SelfAttention(nn.Module):
         """With `rows` (B,), counted through all texts, the result is these only; x there is `asking`."""
         dropout = self.attention_dropout if self.training else 0.0
         plain = mask is None and rotation is None and cache is None and not dropout
-        if self.own_kernels and plain and rows is None and not self.value_only:
+        own = self.own_kernels and plain and run_here(x)
+        if own and rows is None and not self.value_only:
             qkv = packed_linear(x, (self.q_proj, self.k_proj, self.v_proj), self.num_heads, joint=self.joint)
             y = joint_attention(qkv.unflatten(-1, (3, self.num_heads, -1)), causal, packing)
             return self.o_proj(y.flatten(2))
-        if self.own_kernels and plain and asking is not None and packing is not None:
+        if own and asking is not None and packing is not None:
             return self._attend_once(x[0], asking[0], packing)[None]
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)) for part in self._project(x, asking)

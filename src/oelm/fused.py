@@ -25,7 +25,7 @@ def as_linear(module: nn.Module) -> Tensor:
 
 
 def part_view(tensor: Tensor, index: int, heads: int, layout: str, count: int = 3) -> Tensor:
-    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view.
+    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, or one of `count`, as a view.
 
     "concat" stores all of q, then all of k, then all of v; "per-head" stores q, k and v of head 0,
     then those of head 1, and so on.
@@ -50,7 +50,7 @@ class _PackedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, int], *trained: Any
     ) -> Tensor:
-        # `trained` holds (weight, bias) of q, k and v in turn, None where a part does not train: the
+        # `trained` holds (weight, bias) of every part in turn, None where a part does not train: the
         # values are in `weight` already, they are passed so that autograd returns gradients to them.
         ctx.save_for_backward(x, weight)
         ctx.pick = pick

@@ -46,7 +46,7 @@ from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
 from oelm.kernels.gelu import gelu
-from oelm.kernels.own import add_norm, linear_gelu
+from oelm.kernels.own import add_norm, is_plain, linear_gelu, run_here
 from oelm.kernels.packed import Packing
 from oelm.kernels.rows import look_up, look_up_positions, pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
@@ -69,7 +69,7 @@ class Norm(nn.LayerNorm):
         self, x: Tensor, late: Tensor | None = None, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """x with what is still to be added to it, or only these rows of it; and all of it normalised."""
-        if self.own_kernels and late is not None and late.shape == x.shape:
+        if self.own_kernels and late is not None and late.shape == x.shape and run_here(x):
             return add_norm(x, late, self, rows)
         x = _sum(x, late)
         return x if rows is None else pick_rows(x, rows), super().forward(x)
@@ -84,7 +84,7 @@ class FeedForward(nn.Module):
         self.fc_out = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.own_kernels and type(self.fc_in) is nn.Linear  # an adapter must be called, not imitated
+        own = self.own_kernels and is_plain(self.fc_in) and run_here(x)
         return self.fc_out(linear_gelu(x, self.fc_in) if own else gelu(self.fc_in(x)))
 
 

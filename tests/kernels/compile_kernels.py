@@ -70,6 +70,7 @@ for head_dim in (64, 128):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
                 check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
 check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, ROWS=64, WIDTH=32)
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)

@@ -168,16 +168,16 @@ def test_the_norm_of_a_sum(shape: tuple[int, ...], late: torch.dtype, used: str)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 if late == torch.float32 else 0.02)
 
 
-def test_the_norm_of_a_sum_of_which_some_rows_go_on() -> None:
-    """An empty text, here the third, has the row of the one before it, and gives nothing back."""
-    norm, rows = torch.nn.LayerNorm(32), torch.tensor([4, 9, 9, 39])
-    inputs = [torch.randn(2, 20, 32, requires_grad=True) for _ in range(2)]
-    slopes = [torch.randn(2, 2, 32), torch.randn(2, 20, 32)]
-    slopes[0][1, 0] = 0
+@pytest.mark.parametrize("rows", [[4, 9, 9, 39], [0, 0, 0, 1], [39], [3, 3, 3, 3]])
+def test_the_norm_of_a_sum_of_which_some_rows_go_on(rows: list[int]) -> None:
+    """An empty text has the row of the one before it, or of the first."""
+    norm, at = torch.nn.LayerNorm(32), torch.tensor(rows)
+    inputs = [torch.randn(1, 40, 32, requires_grad=True) for _ in range(2)]
+    slopes = [torch.randn(1, len(rows), 32), torch.randn(1, 40, 32)]
     results = []
     for own in (False, True):
         total = inputs[0] + inputs[1]
-        found = add_norm(*inputs, norm, rows) if own else (pick_rows(total, rows), norm(total))
+        found = add_norm(*inputs, norm, at) if own else (pick_rows(total, at), norm(total))
         leaves = [*inputs, norm.weight, norm.bias]
         results.append([*found, *torch.autograd.grad(found, leaves, slopes)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
@@ -214,6 +214,35 @@ def test_registered_as_torch_wants_it(varlen: bool) -> None:
     torch.library.opcheck(norm_triton.add_norm, (x, late, weight, bias, 1e-5, torch.bfloat16, rows))
     torch.library.opcheck(gelu_triton.gelu_backward, (x.detach(), late.detach()))
     torch.library.opcheck(positions_triton.position_gradient, (torch.randn(20, 32), cu_seqlens, 30))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "labels"), [([0, 1, 5], [-100, 1, 2]), ([3, 5, 0], [0, 1, 2]), ([0, 0, 2], [0, 1, 2])]
+)
+def test_empty_texts_anywhere(lengths: list[int], labels: list[int]) -> None:
+    model, _ = made("classifier", "baseline")
+    batch = {
+        "input_ids": torch.randint(0, 50, (1, sum(lengths))),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "packing": packing_of(lengths),
+        "labels": torch.tensor(labels),
+    }
+    results = []
+    for own in (False, True):
+        switch(model, own)
+        model.zero_grad()
+        model(**batch).loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_what_hangs_on_a_product_is_called() -> None:
+    model, batch = made("classifier", "baseline")
+    switch(model, True)
+    seen: list[int] = []
+    model.transformer.h[0].mlp.fc_in.register_forward_hook(lambda *_: seen.append(1))
+    model(**batch)
+    assert seen == [1]
 
 
 def made(head: str, method: str) -> tuple[Any, dict[str, Any]]:

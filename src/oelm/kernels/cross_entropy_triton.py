@@ -1,10 +1,8 @@
 """Cross-entropy and its gradient from a chunk of logits, in Triton. `lm_loss.py` defines it.
 
-A program takes a row: once for the softmax's normaliser, once to write the gradient over the logits. So few
-programs run at a time that the second pass finds the row in the GPU's cache, and memory is read and written
-once. It is the instructions for each number that count then: exponentials are taken relative to the largest
-logit of the first block, which needs no comparisons. Only if another exceeds it by so much that their sum
-comes near to infinity are they taken again, relative to the largest of all.
+A program takes a row: once for the softmax's normaliser, once to write the gradient over the logits.
+Exponentials are taken relative to the largest logit of the first block, which needs no comparisons. Only if
+another exceeds it by so much that digits would be lost are they taken again, relative to the largest of all.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.
@@ -62,7 +60,7 @@ def _cross_entropy_kernel(
     at = tl.load(logits + target, mask=exists, other=float("nan")).to(tl.float32)
     peak = tl.max(_words(logits, 0, width, vocab, False, BLOCK), 0)
     total = _total(logits, peak, width, vocab, BLOCK)
-    if (total > 1e30) | (total != total):
+    if (total > 1e6) | (total != total):
         peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             peaks = tl.maximum(peaks, _words(logits, first, width, vocab, False, BLOCK))

@@ -1,8 +1,7 @@
 """GELU's backward pass with the sums over its rows, in Triton. `gelu.py` defines it.
 
-The gradient before GELU, summed over all rows, is also the bias's. A pass of its own over a matrix of that
-size, the largest of a block, costs a quarter of what GELU does; here every program keeps the sums of the rows
-it walks over.
+The gradient before GELU, summed over all rows, is also the bias's. That takes another pass over a block's
+largest matrix; here every program keeps the sums of the rows it walks over.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.

@@ -87,6 +87,24 @@ def _norm_backward_kernel(
 
 
 @triton.jit
+def _places_kernel(rows, grads, sums, places, count, width, WIDTH: tl.constexpr):
+    """Of rows in ascending order, the place of the first of equal ones; and there their gradients' sum."""
+    place, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.load(rows + place)
+    if tl.load(rows + place - 1, mask=place > 0, other=-1) == row:
+        return
+    total = tl.load(grads + place * width + column, mask=column < width, other=0.0).to(tl.float32)
+    other = place + 1
+    same = tl.load(rows + other, mask=other < count, other=-1) == row
+    while same:
+        total += tl.load(grads + other * width + column, mask=column < width, other=0.0)
+        other += 1
+        same = tl.load(rows + other, mask=other < count, other=-1) == row
+    tl.store(sums + place * width + column, total.to(sums.dtype.element_ty), mask=column < width)
+    tl.store(places + row, place.to(tl.int32))
+
+
+@triton.jit
 def _column_sums_kernel(partial, sums, count, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     found = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -108,7 +126,7 @@ def column_sums(partial: Tensor) -> Tensor:
 
 def _tile(x: Tensor) -> dict[str, Any]:
     width = triton.next_power_of_2(x.shape[-1])
-    return {"ROWS": max(1, TILE // width), "WIDTH": width, "num_warps": 4}
+    return {"ROWS": max(1, TILE // width), "WIDTH": width, "num_warps": 4 if width <= TILE else 8}
 
 
 @torch.library.custom_op("oelm::add_norm", mutates_args=())
@@ -116,8 +134,8 @@ def add_norm(
     x: Tensor, late: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x + late; its LayerNorm, in `dtype`; the mean and the scale (1 / deviation) of each row; and the sum's
-    `rows`, counted through all texts. Where rows are asked for, nothing flows back to the sum but theirs, and
-    of several equal ones the first's."""
+    `rows`, counted through all texts and in ascending order. Where rows are asked for, nothing flows back to
+    the sum but what flows back to them."""
     x, late = x.contiguous(), late.contiguous()
     total, out, mean, scale, picked = _outputs(x, late, weight, bias, eps, dtype, rows)
     tile = _tile(x)
@@ -154,9 +172,15 @@ def add_norm_backward(
     grad_total, grad_out = None if grad_total is None else grad_total.contiguous(), grad_out.contiguous()
     grad, late, _ = _gradients(total, weight, mean, scale, grad_total, grad_out, dtype, rows)
     places, tile = None, _tile(total)
-    if rows is not None:
-        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        places = numbers.new_full((mean.numel(),), len(rows)).scatter_reduce_(0, rows, numbers, "amin")
+    if grad_total is None:
+        rows = None
+    elif rows is not None:
+        grads, grad_total = grad_total, grad_total.new_empty(grad_total.shape)
+        places = rows.new_full((mean.numel(),), len(rows), dtype=torch.int32)
+        with torch.cuda.device_of(total):
+            _places_kernel[(len(rows),)](
+                rows, grads, grad_total, places, len(rows), total.shape[-1], WIDTH=tile["WIDTH"]
+            )
     walkers = min(WALKERS, triton.cdiv(mean.numel(), tile["ROWS"]))
     partial = total.new_empty(walkers, 2, total.shape[-1], dtype=torch.float32)
     with torch.cuda.device_of(total):

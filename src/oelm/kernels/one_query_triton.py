@@ -4,7 +4,8 @@ There is nothing to multiply, only keys and values to be read once: a program pe
 with an online softmax; backward another walks them again and writes their gradients as it goes. Kernels for
 many queries fill a tile of 64 or 128 of them with this one.
 
-Texts lie end to end and hold every row: kv is (N, 2, H, D), q is (texts, H, D), any strides but the last.
+Texts lie end to end and hold every row: kv is (N, 2, H, D), q is (texts, H, D). The last stride is 1, the
+others may be any.
 """
 # mypy: disable-error-code="no-untyped-def"
 # A kernel's arguments are what Triton makes of them; Python's types do not describe them.

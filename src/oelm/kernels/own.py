@@ -1,5 +1,5 @@
-"""Our own kernels for a block, where the hardware is one they were measured on. `packed.portable` and
-`F.scaled_dot_product_attention` define what they compute."""
+"""Our own kernels for a block, where the hardware is one they were measured on. What they compute is defined
+by `packed.portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a sum, and by `F.gelu`."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with
     attention_triton = gelu_triton = joint_triton = norm_triton = one_query_triton = None  # type: ignore[assignment]
 
 # On an H200 attention takes 0.53 to 0.77 of the time of PyTorch's flash attention (benchmarks/kernels.json).
-# cuDNN's, which knows no texts end to end, takes as long at 512 tokens and 0.82 of it at 2,048. Elsewhere
-# nobody has looked.
+# cuDNN's knows no texts end to end; where all have 512 tokens it takes as long for classifiers and longer for
+# language models, at 2,048 it takes 0.82 of ours. Elsewhere nobody has looked.
 MEASURED = 9  # compute capability, the major number
 
 
@@ -32,6 +32,11 @@ def have_own_kernels(device: torch.device, dtype: torch.dtype, d_model: int, hea
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(device)[0] == MEASURED
+
+
+def run_here(x: Tensor) -> bool:
+    """Whether kernels that were switched on can run on this tensor: a trained model may have moved."""
+    return x.is_cuda or attention_triton.INTERPRETED
 
 
 def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
@@ -51,6 +56,11 @@ def add_norm(x: Tensor, late: Tensor, norm: nn.LayerNorm, rows: Tensor | None) -
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     total, out, *_, picked = norm_triton.add_norm(x, late, norm.weight, norm.bias, norm.eps, dtype, rows)
     return total if rows is None else picked.view(x.shape[0], -1, x.shape[2]), out
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether computing with the weights is all that calling it does: an adapter or a hook must be called."""
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:

@@ -21,8 +21,9 @@ from oelm.training.objective import Batch, Classification, Objective, pinned
 from oelm.training.parallel import DTYPES
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
-# Tokens. In one exploration on an H200 compiling took some 15 s and saved some 0.2 us a token.
-COMPILE_FROM = 100_000_000
+# Tokens. On an H200 compiling takes 10 to 35 s and saves 0.02 to 0.09 us a token: `ours` and `ours-short-run`
+# in benchmarks/h200.json.
+COMPILE_FROM = 300_000_000
 # All blocks share one code, which is compiled anew for the first, the last and the others, with gradients and
 # without; past the limit PyTorch would go on uncompiled.
 RECOMPILE_LIMIT = 64
