@@ -111,7 +111,7 @@ def test_value_only_attention(causal):
 @pytest.mark.parametrize("far", [0.0, 40.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_in_place_of_the_logits(smoothing, far):
-    """A target in every block; the largest logit near the first block's or far above; the same bits always."""
+    """A target in every block; the largest logit near the first block's or far above; the same bits."""
     from oelm.kernels.cross_entropy_triton import BLOCK, cross_entropy_
 
     vocab, width = 50257, 50304
