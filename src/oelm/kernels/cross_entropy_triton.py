@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU, in numpy
+from oelm.kernels.attention_triton import INTERPRETED
+
 BLOCK = 64 if INTERPRETED else 4096  # words at a time
 WARPS = 16
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU, in numpy
+from oelm.kernels.attention_triton import INTERPRETED
+
 MAX_WIDTH = 4096  # a program holds whole rows
 TILE = 2048  # numbers at a time
 WALKERS = 4 if INTERPRETED else 528  # programs of the backward pass: four for each multiprocessor of an H200
