@@ -214,7 +214,7 @@ def evaluate(
     trained = Trained(run)
     answer: dict[str, Any] = {}
     if zero_shot is None or generation or task or data:
-        answer = trained.evaluate(split, **changes)
+        answer = trained.evaluate(split, show=True, **changes)
     if generation:
         writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
         answer["generation"] = trained.generation(split, writing, **changes)

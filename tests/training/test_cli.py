@@ -86,8 +86,10 @@ def test_predict(oelm_cli, run, world):
     assert (code, "line 2 is empty" in err) == (2, True)
 
 
-def test_evaluate_and_audit(oelm_cli, run):
-    code, out, _ = oelm_cli("evaluate", run, "--split", "validation")
+def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
+    monkeypatch.setattr("oelm.training.display.QUIET_SECONDS", 0.0)
+    code, out, err = oelm_cli("evaluate", run, "--split", "validation")
+    assert "validation: batch 0/" in err
     best = json.loads((run / "results.json").read_text())["best"]["metrics"]
     assert code == 0
     assert json.loads(out)["metrics"]["accuracy"] == best["accuracy"]

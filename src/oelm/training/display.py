@@ -10,8 +10,8 @@ QUIET_SECONDS = 15.0  # between two lines where there is no terminal
 class Display:
     """Progress on stderr; `show=False` is silent."""
 
-    def __init__(self, label: str, total: int, start: int, show: bool) -> None:
-        self.label, self.total, self.start, self.show = label, total, start, show
+    def __init__(self, label: str, total: int, start: int, show: bool, unit: str = "step") -> None:
+        self.label, self.total, self.start, self.show, self.unit = label, total, start, show, unit
         self.began = time.monotonic()
         self.last_line = self.began
         self.tokens = 0
@@ -26,7 +26,12 @@ class Display:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
         elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
             self.last_line = time.monotonic()
-            self._print(f"{self.label}: step {step}/{self.total}, {self._rest()}, {self.left(step)} left")
+            parts = [
+                f"{self.label}: {self.unit} {step}/{self.total}",
+                self._rest(),
+                f"{self.left(step)} left",
+            ]
+            self._print(", ".join(filter(None, parts)))
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Between two steps."""
@@ -35,6 +40,11 @@ class Display:
         elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
             self.last_line = time.monotonic()
             self._print(f"{self.label}: {split}: batch {done}/{of}")
+
+    def watch(self, done: int, of: int) -> None:
+        """All there is to see is an evaluation, of so many batches."""
+        self.total = of
+        self.advance(done, 0)
 
     def note(self, **values: float) -> None:
         """Numbers shown from now on: loss, a metric."""
@@ -59,7 +69,8 @@ class Display:
 
     def _rest(self) -> str:
         speed = self.tokens / max(1e-9, time.monotonic() - self.began)
-        return ", ".join([*(f"{k} {v}" for k, v in self.latest.items()), f"{speed:,.0f} tokens/s"])
+        numbers = [f"{k} {v}" for k, v in self.latest.items()]
+        return ", ".join([*numbers, f"{speed:,.0f} tokens/s"] if self.tokens else numbers)
 
     @staticmethod
     def _print(text: str) -> None:

@@ -23,6 +23,7 @@ from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
 from oelm.pretrained import load_as_saved, load_config
 from oelm.training.build import refuse_seq2seq
+from oelm.training.display import Display
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.language_quality import Writing, check_language_model, generation_quality
@@ -206,8 +207,11 @@ class Trained:
         check_tokenizer(store, self.tokenizer, str(self.folder))
         return store
 
-    def evaluate(self, split: str, **changes: Any) -> dict[str, Any]:
-        """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`."""
+    def evaluate(self, split: str, show: bool = False, **changes: Any) -> dict[str, Any]:
+        """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`.
+
+        `show`: progress on stderr.
+        """
         store = self.store(changes)
         self._check_kind(store)
         objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
@@ -216,7 +220,13 @@ class Trained:
             if store.label_names != known:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
         precision, _ = resolve_precision("auto", self.device)
-        measured = evaluate(self.model, objective, split, autocast_of(precision, self.device))
+        display = Display(split, 0, 0, show, unit="batch")
+        try:
+            measured = evaluate(
+                self.model, objective, split, autocast_of(precision, self.device), display.watch
+            )
+        finally:
+            display.close()
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
     def _check_kind(self, store: Store) -> None:
