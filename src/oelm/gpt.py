@@ -32,7 +32,6 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -41,89 +40,16 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from oelm.attention import SelfAttention, attention_mask_of, rotation_of
+from oelm.attention import attention_mask_of, rotation_of
 from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
+from oelm.gpt_block import Block, Embedding, Norm, total
 from oelm.gpt_config import OelmGPTConfig
-from oelm.kernels.gelu import gelu
-from oelm.kernels.own import add_norm, is_plain, linear_gelu, run_here
 from oelm.kernels.packed import Packing
-from oelm.kernels.rows import look_up, look_up_positions, pick_rows
+from oelm.kernels.rows import pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
-
-
-class Embedding(nn.Embedding):
-    def forward(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
-        """With `packing`, ids are the positions of texts that lie end to end."""
-        if packing is not None:
-            return look_up_positions(self.weight, ids, packing)
-        return look_up(self.weight, ids)
-
-
-class Norm(nn.LayerNorm):
-    own_kernels = False  # training turns them on where they are faster (training/fast.py)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, late: Tensor | None = None, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x with what is still to be added to it, or only these rows of it; and all of it normalised."""
-        if self.own_kernels and late is not None and late.shape == x.shape and run_here(x):
-            return add_norm(x, late, self, rows)
-        x = _sum(x, late)
-        return x if rows is None else pick_rows(x, rows), super().forward(x)
-
-
-class FeedForward(nn.Module):
-    own_kernels = False  # as in Norm
-
-    def __init__(self, config: OelmGPTConfig) -> None:
-        super().__init__()
-        self.fc_in = nn.Linear(config.d_model, config.d_ff)
-        self.fc_out = nn.Linear(config.d_ff, config.d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.own_kernels and is_plain(self.fc_in) and run_here(x)
-        return self.fc_out(linear_gelu(x, self.fc_in) if own else gelu(self.fc_in(x)))
-
-
-class Block(GradientCheckpointingLayer):
-    def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.ln_1 = Norm(config.d_model, eps=config.layer_norm_eps)
-        self.attn = SelfAttention(config, layer_idx)
-        self.ln_2 = Norm(config.d_model, eps=config.layer_norm_eps)
-        self.mlp = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(
-        self,
-        x: Tensor,
-        late: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        rotation: Tensor | None,
-        cache: Cache | None,
-        packing: Packing | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The result, and what is still to be added to it: `late` for the next block.
-
-        Where adding and normalising is one kernel, a block leaves its last sum to the next one.
-        With `rows` (B,), counted through all texts, the result is these only: (B, 1, C).
-        """
-        x, y = self.ln_1(x, late, rows)
-        asking = None if rows is None else self.ln_1(x)[1]
-        y = self.attn(y, mask, causal, rotation, cache, packing, rows, asking)
-        x, y = self.ln_2(x, self.dropout(y))
-        y = self.dropout(self.mlp(y))
-        fused = self.ln_1.own_kernels or torch.compiler.is_compiling()
-        return (x, y) if fused else (x + y, None)
-
-
-def _sum(x: Tensor, late: Tensor | None) -> Tensor:
-    return x if late is None else x + late
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -234,11 +160,11 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             head_dim = self.config.d_model // self.config.num_heads
             rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
         if self.dropout.p and self.training:
-            x, late = self.dropout(_sum(x, late)), None
+            x, late = self.dropout(total(x, late)), None
         hidden: list[Any] = []
         for block in self.h:
             if output_hidden_states:
-                hidden.append(_sum(x, late))
+                hidden.append(total(x, late))
             wanted = rows if block is self.h[-1] else None
             x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
         _, x = self.ln_f(x, late)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from oelm.kernels.attention_triton import INTERPRETED
 from oelm.kernels.gelu import LOG_TAIL
-from oelm.kernels.norm_triton import column_sums
+from oelm.kernels.norm_triton import column_sums, tile_of
 
 ROWS, WIDTH = 4, 256  # a tile
 WALKERS = 3 if INTERPRETED else 264  # programs for each of its columns of tiles: two per multiprocessor
 
-_LOG_TAIL = tl.constexpr(LOG_TAIL)
+_LOG_TAIL, _COEFFICIENTS = tl.constexpr(LOG_TAIL), tl.constexpr(len(LOG_TAIL))
 
 
 @triton.jit
@@ -26,12 +26,11 @@ def _gelu_kernel(x, grad, result, partial, rows, width, ROWS: tl.constexpr, WIDT
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-        at, inside = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+        _, at, inside = tile_of(first, rows, column, width, ROWS)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         power = tl.full((ROWS, WIDTH), _LOG_TAIL[0], tl.float32)
-        for index in tl.static_range(1, 6):
+        for index in tl.static_range(1, _COEFFICIENTS):
             power = power * tl.abs(value) + _LOG_TAIL[index]
         tail = tl.exp(power)
         density = tl.exp(-0.5 * value * value) * 0.3989422804014327

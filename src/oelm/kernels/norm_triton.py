@@ -23,13 +23,20 @@ WALKERS = 4 if INTERPRETED else 528  # programs of the backward pass: four for e
 
 
 @triton.jit
+def tile_of(first, rows, column, width, ROWS: tl.constexpr):
+    """The numbers of `ROWS` rows from `first` on, where their columns are, and which of these exist."""
+    row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    return row, row[:, None] * width + column[None, :], inside
+
+
+@triton.jit
 def _norm_forward_kernel(
     x, late, weight, bias, total, out, means, scales, rows, width, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    at, inside = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+    row, at, inside = tile_of(tl.program_id(0) * ROWS, rows, column, width, ROWS)
     sums = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     sums += tl.load(late + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(total + at, sums.to(total.dtype.element_ty), mask=inside)
@@ -58,8 +65,7 @@ def _norm_backward_kernel(
     weight_sums = tl.zeros((ROWS, WIDTH), tl.float32)
     bias_sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-        at, inside = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+        row, at, inside = tile_of(first, rows, column, width, ROWS)
         grad = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
         sums = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
         if STRAIGHT:

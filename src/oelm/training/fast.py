@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from oelm.attention import SelfAttention
 from oelm.config import RunConfig
-from oelm.gpt import FeedForward, Norm, OelmGPTPreTrainedModel
+from oelm.gpt import OelmGPTPreTrainedModel
+from oelm.gpt_block import FeedForward, Norm
 from oelm.kernels.own import have_own_kernels
 from oelm.training.objective import Batch, Classification, Objective, pinned
 from oelm.training.parallel import DTYPES

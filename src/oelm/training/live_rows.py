@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.gpt import Embedding
+from oelm.gpt_block import Embedding
 from oelm.kernels.rows import look_up
 
 WORTH_IT = 0.9  # the largest share of rows in use at which others are set aside
