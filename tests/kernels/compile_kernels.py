@@ -65,7 +65,12 @@ for head_dim in (64, 128):
                 (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
                 (value_only_triton._value_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
                 (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
-                (joint_triton._key_kernel, [x] * 4 + [numbers] * 2 + [x] * 2, 3, joint_triton.KEYS),
+                (
+                    joint_triton._key_kernel,
+                    [x] * 4 + [numbers] * 2 + [x] * 2,
+                    3,
+                    joint_triton.KEYS if causal else joint_triton.KEYS_BOTH_WAYS,
+                ),
             ):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)

@@ -189,6 +189,7 @@ class Tiles(NamedTuple):
     keys: int
     warps: int = 4  # a group of four takes 64 rows of a product
     stages: int = 3
+    registers: int | None = None  # at most, of a thread; the fewer, the more programs run at a time
 
 
 FORWARD = Tiles(64, 64)
@@ -202,13 +203,14 @@ def launch_options(tiles: Tiles, like: Tensor) -> dict[str, int]:
     elif like.dtype == torch.float32:  # exact products do not run on the matrix units and need registers
         tiles = Tiles(32, 32, 8, 2)
     elif like.shape[-1] > 64:  # shared memory
-        tiles = tiles._replace(stages=2)
-    return {
+        tiles = tiles._replace(stages=2, registers=None)
+    options = {
         "BLOCK_M": tiles.queries,
         "BLOCK_N": tiles.keys,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
+    return options if tiles.registers is None else options | {"maxnreg": tiles.registers}  # NVIDIA's only
 
 
 def grid(

@@ -35,6 +35,7 @@ from oelm.kernels.attention_triton import (
 )
 
 QUERIES, KEYS = Tiles(64, 32), Tiles(32, 64)
+KEYS_BOTH_WAYS = KEYS._replace(registers=128)  # 5 % faster with them, where causal attention is 7 % slower
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def backward(
         )  # fmt: skip
         _key_kernel[grid(q, cu_seqlens, "BLOCK_N")](
             q, k, v, grad, lse, delta, grad_k, grad_v, q.stride(), grad.stride(), grad_k.stride(),
-            **rest, **launch_options(KEYS, q),
+            **rest, **launch_options(KEYS if causal else KEYS_BOTH_WAYS, q),
         )  # fmt: skip
     return joint
 
