@@ -86,15 +86,15 @@ def mean_difference(a: list[float], b: list[float]) -> dict[str, Any]:
     return {"mean": statistics.mean(differences), "interval": [float(low), float(high)]}
 
 
-def compared(curves: list[Curve]) -> dict[str, Any]:
+def compared(curves: list[Curve], arms: list[str]) -> dict[str, Any]:
     """The arms, on the seeds that all of them have."""
     of = {(curve["arm"], curve["seed"]): curve for curve in curves}
-    seeds = [seed for arm, seed in sorted(of) if arm == "plain" and all((arm, seed) in of for arm in ARMS)]
+    seeds = sorted({seed for _, seed in of if all((arm, seed) in of for arm in arms)})
     others = list(itertools.combinations([of["plain", seed] for seed in seeds], 2))
     found: dict[str, Any] = {"seeds": seeds, "first_steps_of_two_plain_seeds": apart(others), "arms": {}}
     measures: dict[str, Callable[[Curve], float]]
     measures = {"validation_loss": final_loss, "test_accuracy": lambda curve: float(curve["test_accuracy"])}
-    for arm in ARMS:
+    for arm in arms:
         mine = [of[arm, seed] for seed in seeds]
         found["arms"][arm] = entry = {}
         for name, measure in measures.items():
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--method", default="oelm")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="plain must be among them")
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("curves.json"))
@@ -150,7 +151,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool,
     ):
-        wanted = list(itertools.product(range(1, options.seeds + 1), reversed(ARMS)))
+        wanted = list(itertools.product(range(1, options.seeds + 1), reversed(options.arms)))
         jobs = [pool.submit(train, arm, seed, options, Path(folder)) for seed, arm in wanted]
         try:
             for job in as_completed(jobs):
@@ -162,7 +163,7 @@ def main() -> None:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"{log.name}: ...{log.read_text()[-1500:]}", file=sys.stderr)
             raise
-    found = compared(curves)
+    found = compared(curves, options.arms)
     write_json(options.json, record | {"compared": found, "runs": curves})
     show(found)
 
