@@ -128,6 +128,15 @@ def test_a_record_is_shown_again_and_drawn(done: tuple[dict[str, Any], str, Path
     assert "ours / hf-trainer" in drawn and "oelm / baseline" in drawn
 
 
+def test_lengths_are_those_of_the_work_that_the_data_is_for(tmp_path: Path) -> None:
+    asked: Any = {"work": ("lengths",), "size": "gpt-tiny", "lengths": (16, 32), "max_length": 16}
+    kinds = {
+        data: [case.kind for case in cases.make_cases(cases.Settings(**asked, data=data), CPU)]
+        for data in ((), (str(make_store(tmp_path)),))
+    }
+    assert list(kinds.values()) == [["classification"] * 2 + ["lm"] * 2, ["classification"] * 2]
+
+
 def test_prepared_data_is_what_is_trained_on(tmp_path: Path) -> None:
     folder = make_store(tmp_path)
     out = tmp_path / "b.json"

@@ -189,10 +189,8 @@ def test_the_gradient_of_positions():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
-@pytest.mark.parametrize("method", ["baseline", "oelm"])
-def test_a_step_of_training_is_the_same_compiled_and_recorded(method):
-    """The fast step against the plain one: losses differ as little as bf16 lets them."""
+def stepper_of(method="oelm", steps=10**9, **training):
+    """A step of training on some texts, and the batches to take it on."""
     from oelm.bench.load import made_texts
     from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
     from oelm.training.build import build_model
@@ -201,21 +199,71 @@ def test_a_step_of_training_is_the_same_compiled_and_recorded(method):
     from oelm.training.stepper import make_stepper
 
     store = made_texts("some", [40, 100, 7, 64] * 4, 500, 128)
+    config = RunConfig(
+        task=TaskConfig(max_length=128),
+        model=ModelConfig(name="gpt-tiny"),
+        method=MethodConfig(name=method),
+        training=TrainingConfig(
+            steps=steps, batch_size=8, warmup=0, schedule="constant", lr=1e-4, **training
+        ),
+    )
+    objective = make_objective(store, 128, 0.0, "none")
+    model, _ = build_model(config, store, objective.auto_class)
+    stepper = make_stepper(config, objective, model, process_state())
+    stepper.model.train()
+    return stepper, objective.plan("train", 8, None, 1).epoch(0)
+
+
+def trained(stepper, batches, steps):
+    return torch.stack([stepper.take_step(n, batches, n % len(batches))[0] for n in range(steps)]).cpu()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+@pytest.mark.parametrize("method", ["baseline", "oelm"])
+def test_a_step_of_training_is_the_same_compiled_and_recorded(method):
+    """The fast step against the plain one: losses differ as little as bf16 lets them."""
     losses = []
     for fast in (False, True):
-        config = RunConfig(
-            task=TaskConfig(max_length=128),
-            model=ModelConfig(name="gpt-tiny"),
-            method=MethodConfig(name=method),
-            training=TrainingConfig(
-                steps=10**9, batch_size=8, warmup=0, schedule="constant", lr=1e-4, fast=fast
-            ),
-        )
-        objective = make_objective(store, 128, 0.0, "none")
-        model, _ = build_model(config, store, objective.auto_class)
-        stepper = make_stepper(config, objective, model, process_state())
-        stepper.model.train()
-        batches = objective.plan("train", 8, None, 1).epoch(0)
-        losses.append([float(stepper.take_step(n, batches, n % len(batches))[0]) for n in range(12)])
+        stepper, batches = stepper_of(method, fast=fast)
+        losses.append(trained(stepper, batches, 12))
         assert stepper.paths.compiled == fast and (stepper.graphed is not None) == fast
-    torch.testing.assert_close(*(torch.tensor(x) for x in losses), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0.01)
+
+
+def test_a_recorded_step_has_the_bits_of_one_that_is_not(monkeypatch):
+    """Many steps of each: losses and weights."""
+    from oelm.training import fast
+
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)  # rows of words, too, are added in one order
+    try:
+        for graphs in (fast.MOST_GRAPHS, 0):
+            monkeypatch.setattr(fast, "MOST_GRAPHS", graphs)
+            stepper, batches = stepper_of(steps=1000)
+            found.append((trained(stepper, batches, 40), stepper.raw.state_dict()))
+            assert bool(stepper.graphed.graphs) == (graphs > 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (losses, weights), (others, other_weights) = found
+    assert torch.equal(losses, others)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_gradients_of_the_fast_step_err_no_more_than_those_of_the_plain_one():
+    """Both are bf16; the right ones are those of float32."""
+    found = []
+    for settings in ({"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "fast": True}):
+        stepper, batches = stepper_of(steps=1000, **({"fast": False} | settings))
+        batch = stepper.objective.batch("train", batches.batch(0)).to(stepper.state.device)
+        if stepper.graphed is not None:
+            stepper.graphed.scale.fill_(1.0)
+            stepper.graphed.compute(batch)
+        else:
+            with stepper.autocast():
+                stepper.objective.loss(stepper.model, batch).backward()
+        found.append({n: p.grad for n, p in stepper.raw.named_parameters() if p.grad is not None})
+    right, plain, fast = found
+    assert right.keys() == plain.keys() == fast.keys()
+    used = [n for n in right if not n.endswith("wte.weight")]  # of words the fast step has the rows in use
+    errors = [sum((arm[n] - right[n]).square().sum() for n in used).sqrt() for arm in (plain, fast)]
+    assert 0 < errors[1] <= 1.5 * errors[0]

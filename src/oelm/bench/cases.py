@@ -200,12 +200,13 @@ def _freezing(settings: Settings, stores: list[Store], device: torch.device) -> 
 
 
 def _lengths(settings: Settings, stores: list[Store], device: torch.device) -> Iterator[Case]:
-    """The same number of tokens as fewer and longer texts."""
-    for length in settings.lengths:
+    """The same number of tokens as fewer and longer texts, for the kinds of work that the data is for."""
+    kinds = {store.kind for store in stores} or {"classification", "lm"}
+    for length in settings.lengths if "classification" in kinds else ():
         batch, store = _full_texts(settings, stores, length)
         case = _classifier_case("lengths", f"classifier, T={length}", store, settings, batch, device, FEWER)
         yield replace(case, tokens_per_step=batch * length)
-    for length in settings.lengths:
+    for length in settings.lengths if "lm" in kinds else ():
         tokens = _large_steps(settings) * _batch(settings, length) * length
         store = made_stream(tokens, _vocabulary(settings, stores), length)
         yield _language_case("lengths", f"lm, T={length}", store, settings, length, device)
