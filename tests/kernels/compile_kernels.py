@@ -8,6 +8,7 @@ from triton.runtime.jit import MockTensor
 
 from oelm.kernels import (
     attention_triton,
+    coast_triton,
     cross_entropy_triton,
     gelu_triton,
     joint_triton,
@@ -75,6 +76,7 @@ for head_dim in (64, 128):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
                 check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+check(coast_triton._coast_kernel, *[numbers] * 4, 16, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=coast_triton.BLOCK)
 check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
 check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, ROWS=64, WIDTH=32)
 for dtype in (torch.bfloat16, torch.float32):

@@ -10,10 +10,18 @@ from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
 import oelm
-from oelm.kernels import gelu_triton, joint_triton, norm_triton, one_query_triton, positions_triton
+from oelm.kernels import (
+    coast_triton,
+    gelu_triton,
+    joint_triton,
+    norm_triton,
+    one_query_triton,
+    positions_triton,
+)
 from oelm.kernels.own import add_norm, joint_attention, linear_gelu, one_query_attention
 from oelm.kernels.packed import Packing, portable
 from oelm.kernels.rows import pick_rows
+from oelm.training import row_windows
 from oelm.training.half import HalfWeights
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
@@ -135,6 +143,22 @@ def test_the_same_inputs_give_the_same_bits_and_gradients_may_have_any_stride() 
     (expanded,) = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
     (dense,) = torch.autograd.grad(out, qkv, torch.ones(out.shape), retain_graph=True)
     assert torch.equal(expanded, dense)
+
+
+@pytest.mark.parametrize("size", [1, 64, 1000])
+def test_steps_of_adamw_without_a_gradient(size: int) -> None:
+    """Against the twin, which is PyTorch's optimizer; a weight that never had a gradient is among them."""
+    group = {"betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
+    tables = [torch.randn(size), torch.randn(size) * 1e-3, torch.rand(size) * 1e-6]
+    tables[1][:5] = tables[2][:5] = 0
+    rates = [1e-3 * (n + 1) for n in range(16)]
+    mine, twin = ([table.clone() for table in tables] for _ in range(2))
+    steps = row_windows.coefficients(rates, 7, group)
+    coast_triton.coast_(mine[0], mine[1], mine[2], steps, 0.9, 0.999, 1e-8)
+    row_windows.coast(twin[0], twin[1], twin[2], rates, 7, group)
+    for a, b, before in zip(mine, twin, tables, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+        assert not before.any() or not torch.equal(a, before)
 
 
 def test_the_gradient_of_positions() -> None:

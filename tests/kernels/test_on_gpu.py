@@ -1,5 +1,6 @@
 """Our kernels on a GPU, at sizes of training. Elsewhere they are interpreted: see test_interpreted.py."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,7 +190,7 @@ def test_the_gradient_of_positions():
     torch.testing.assert_close(found, expected)
 
 
-def stepper_of(method="oelm", steps=10**9, **training):
+def stepper_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     """A step of training on some texts, and the batches to take it on."""
     from oelm.bench.load import made_texts
     from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
@@ -198,7 +199,9 @@ def stepper_of(method="oelm", steps=10**9, **training):
     from oelm.training.parallel import process_state
     from oelm.training.stepper import make_stepper
 
-    store = made_texts("some", [40, 100, 7, 64] * 4, 500, 128)
+    store = made_texts("some", [40, 100, 7, 64] * 40, vocab, 128)
+    store["train"].tokens[:] %= used
+    store.used_tokens = lambda: np.arange(vocab) < used
     config = RunConfig(
         task=TaskConfig(max_length=128),
         model=ModelConfig(name="gpt-tiny"),
@@ -267,3 +270,26 @@ def test_gradients_of_the_fast_step_err_no_more_than_those_of_the_plain_one():
     used = [n for n in right if not n.endswith("wte.weight")]  # of words the fast step has the rows in use
     errors = [sum((arm[n] - right[n]).square().sum() for n in used).sqrt() for arm in (plain, fast)]
     assert 0 < errors[1] <= 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_embedding_trains_the_same_through_windows(monkeypatch, graphs):
+    """As far as rounding goes: a small rate, so that it stays small."""
+    from oelm.training import fast, stepper
+
+    if not graphs:
+        monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
+    found = []
+    for windows in (True, False):
+        if not windows:
+            monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
+        made, batches = stepper_of("baseline", steps=1000, vocab=5000, used=4000, precision="fp32")
+        assert (made.windows is not None) == windows
+        losses = trained(made, batches, 50)
+        made.model.eval()  # folds
+        weight = made.raw.get_input_embeddings().weight
+        found.append((losses, weight.detach().clone(), made.optimizer.state[weight]))
+    (losses, weight, state), (others, other_weight, other_state) = found
+    torch.testing.assert_close(losses, others, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weight, other_weight, rtol=1e-3, atol=1e-4)
+    assert state["step"] == other_state["step"] == 50

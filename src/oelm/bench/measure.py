@@ -115,7 +115,7 @@ class TrainingArm(StepArm):
 
         def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             nonlocal gradients
-            gradients = gradient_bytes(self.model)
+            gradients = gradient_bytes(optimizer)
 
         hook = self.optimizer.register_step_pre_hook(look)
         self.step(0)
@@ -306,5 +306,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def gradient_bytes(model: nn.Module) -> int:
-    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(p.grad.nbytes for p in trained if p.grad is not None)

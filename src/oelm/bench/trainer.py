@@ -124,9 +124,9 @@ class _Clock(TrainerCallback):
             self.began = now(self.arm.device)
         self.steps += 1
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         if self.arm.held is None:
-            self.gradients = gradient_bytes(self.arm.model)
+            self.gradients = gradient_bytes(optimizer)
 
     def on_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         if self.arm.held is None:

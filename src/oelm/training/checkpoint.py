@@ -53,6 +53,8 @@ def capture(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every parameter, and every moment of those that have any, by name."""
     live = live_weights(model)
+    for embedding in live.values():
+        embedding.fold()
     parameters, moments = {}, {}
     for name, parameter in model.named_parameters():
         short = live.get(name)
@@ -82,6 +84,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         for name, parameter in model.named_parameters():
             value, short = checkpoint.model[name], live.get(name)
             parameter.copy_(_like(short.narrowed(value) if short else value, parameter))
+            if short:
+                short.take_over()
     if optimizer is None:
         return
     names = dict(model.named_parameters())

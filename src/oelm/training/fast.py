@@ -39,6 +39,7 @@ class Paths:
     compiled: bool
     own_kernels: bool = False
     rows: tuple[int, int] | None = None  # of the embedding: in use, of all
+    table: int | None = None  # of those in use, the most that train at a time
 
     def __str__(self) -> str:
         texts = "texts are packed end to end" if self.padded is None else f"texts are padded ({self.padded})"
@@ -46,6 +47,7 @@ class Paths:
         blocks = f"blocks are {'compiled' if self.compiled else 'not compiled'}"
         blocks += "; attention, norms and GELU by kernels of our own" if self.own_kernels else ""
         rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
+        rows += f", {self.table:,} at a time" if self.table else ""
         return f"{texts}; {steps}; {blocks}{rows}"
 
 

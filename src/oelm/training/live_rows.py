@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oelm.gpt_block import Embedding
 from oelm.kernels.rows import look_up
+from oelm.training.row_windows import RowWindows
 
 WORTH_IT = 0.9  # the largest share of rows in use at which others are set aside
 
@@ -33,16 +34,34 @@ class LiveEmbedding(nn.Embedding):
         self.aside = weight[self.idle.to(weight.device)].cpu()
         place = torch.full((len(used),), -1)
         place[self.live] = torch.arange(len(self.live))
+        self.place: Tensor
         self.register_buffer("place", place.to(weight.device), persistent=False)
         self.padding = None if self.padding_idx is None else int(place[self.padding_idx])
+        self.windows: RowWindows | None = None  # that it trains through, where that is faster
         self.register_state_dict_post_hook(_save_whole)
         self.register_load_state_dict_pre_hook(_load_whole)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.place[ids]  # type: ignore[index]
-        if self.padding is None:
-            return look_up(self.weight, rows)
-        return F.embedding(rows, self.weight, padding_idx=self.padding)  # its row gets no gradient
+        found = self if self.windows is None or not self.training else self.windows
+        rows = found.place[ids]
+        if found.padding is None:
+            return look_up(found.weight, rows)
+        return F.embedding(rows, found.weight, padding_idx=found.padding)  # its row gets no gradient
+
+    def train(self, mode: bool = True) -> "LiveEmbedding":
+        if not mode:
+            self.fold()
+        return super().train(mode)
+
+    def fold(self) -> None:
+        """Let `weight` be up to date."""
+        if self.windows is not None:
+            self.windows.fold()
+
+    def take_over(self) -> None:
+        """`weight` was given other values: forget what was to become of it."""
+        if self.windows is not None:
+            self.windows.drop()
 
     def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor:
         """All rows, where `rows` are those in use; without `aside` the others are zeros."""
@@ -82,6 +101,7 @@ def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
 def put_back(model: nn.Module) -> None:
     """The embedding as it was, with all rows."""
     for live in [m for m in model.modules() if isinstance(m, LiveEmbedding)]:
+        live.fold()
         weight = live.widened(live.weight.detach(), live.aside)
         _put(model, live, nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=live.padding_idx))
 
@@ -100,11 +120,13 @@ def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _save_whole(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     assert isinstance(module, LiveEmbedding)
+    module.fold()
     state[f"{prefix}weight"] = module.widened(state[f"{prefix}weight"].detach(), module.aside)
 
 
 def _load_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, LiveEmbedding)
+    module.take_over()
     whole = state[f"{prefix}weight"]
     module.aside = whole[module.idle.to(whole.device)].cpu()
     state[f"{prefix}weight"] = module.narrowed(whole)

@@ -4,7 +4,7 @@ Training is many of these with a folder around them (`session.py`); a benchmark 
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from oelm.data import Epoch
 from oelm.data.read_ahead import read_whole
 from oelm.training import fast, parallel
 from oelm.training.half import HalfWeights
-from oelm.training.live_rows import set_aside
+from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.objective import Batch, Objective
+from oelm.training.row_windows import RowWindows, make_windows
 from oelm.training.schedule import (
     clip_in_step,
     learning_rate,
@@ -47,9 +48,9 @@ class Stepper:
     total: int  # steps of the run
     parameters: list[nn.Parameter]
     graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
-    reads_ahead: bool = (
-        False  # whether the data is too large for memory, so that batches are asked for in time
-    )
+    windows: RowWindows | None = None  # that the embedding trains through, where it does
+    # Whether the data is too large for memory, so that batches are asked for in time.
+    reads_ahead: bool = False
 
     def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """Step `number` of the run, on batch k of an epoch.
@@ -60,8 +61,11 @@ class Stepper:
         world = state.num_processes
         if self.reads_ahead and k + AHEAD < len(batches):
             self.objective.expect("train", batches.batch(k + AHEAD))
+        if self.windows is not None:
+            self.windows.prepare(batches, k)
         count = self.objective.count("train", batches.batch(k))
-        set_rate(self.optimizer, learning_rate(training, number, self.total))
+        rate = learning_rate(training, number, self.total)
+        set_rate(self.optimizer, rate)
         summed: Tensor = torch.zeros((), device=state.device)
         tokens = 0
         for micro in range(training.accumulate):
@@ -80,8 +84,14 @@ class Stepper:
                 # DDP and FSDP2 average over processes; times their number that is the sum.
                 self.scaler.scale(loss * (world / count)).backward()
             summed += loss.detach() / count
-        if self.graphed is not None:
-            return summed, self.graphed.step(), tokens
+        norm = self._finish() if self.graphed is None else self.graphed.step()
+        if self.windows is not None:
+            self.windows.count(rate)
+        return summed, norm, tokens
+
+    def _finish(self) -> Tensor:
+        """Clip the gradients, use them up, and return their norm."""
+        training = self.config.training
         if self.scaler.is_enabled() or training.fsdp or not self.optimizer.defaults.get("fused"):
             self.scaler.unscale_(self.optimizer)
             trained = [p for p in self.parameters if p.grad is not None]
@@ -91,7 +101,7 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return summed, norm, tokens
+        return norm
 
 
 def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> Stepper:
@@ -132,6 +142,13 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         parameters=list(raw.parameters()),
         reads_ahead=not read_whole(objective.store["train"].tokens),
     )
+    short = list(live_weights(raw).values())
+    # fp16 may skip a step, and an encoder-decoder reads other tokens than its texts'.
+    if short and state.num_processes == 1 and precision != "fp16" and objective.store.kind != "seq2seq":
+        stepper.windows = make_windows(short[0], stepper.optimizer, objective.store, plan)
+    if stepper.windows is not None:
+        stepper.parameters.append(stepper.windows.weight)
+        stepper.paths = replace(paths, table=stepper.windows.capacity)
     if paths.eager is None:
         stepper.graphed = _graphed_step(stepper)
     return stepper

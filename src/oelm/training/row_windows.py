@@ -1,0 +1,183 @@
+"""An embedding trains, some steps at a time, on the rows that the texts of those steps contain.
+
+AdamW reads and writes every row and its two moments at every step, though the texts of a step have words for
+few of them. The others coast: their moments decay and move them a little. For a small model this is a large
+part of a step, and nearly all of it is waiting for memory. Which rows the next steps need is known, so these
+are gathered in a small table, which stands in for the embedding in the optimizer. When the window ends they
+go back, and the other rows take the steps that they missed one after another while they are at hand. Every
+row takes the same steps, in the same order, with the same arithmetic; only when is different.
+
+Whoever wants the embedding itself, to evaluate or to save it, calls `fold` before.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oelm.data import Epoch, Plan, Split, Store
+from oelm.data.batches import ranges
+from oelm.training.objective import pinned
+
+if TYPE_CHECKING:
+    from oelm.training.live_rows import LiveEmbedding
+
+try:
+    from oelm.kernels.coast_triton import coast_
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    coast_ = None  # type: ignore[assignment]
+
+STEPS = 16  # of a window, at most
+CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
+SHARE = 4  # the table has one row for so many of the embedding, or as many as the largest batch needs
+
+
+def make_windows(
+    live: "LiveEmbedding", optimizer: torch.optim.Optimizer, store: Store, plan: Plan
+) -> "RowWindows | None":
+    """None where a batch may need so many rows that nothing would be gained."""
+    largest = plan.batch_tokens or (plan.batch_size or 0) * int(plan.lengths.max())
+    capacity = max(len(live.weight) // SHARE, largest + 2)
+    if 2 * capacity > len(live.weight) or not optimizer.defaults.get("fused"):
+        return None
+    live.windows = RowWindows(live, optimizer, store["train"], store.pad_id, capacity)
+    return live.windows
+
+
+class RowWindows:
+    """The window that an embedding trains through. `capacity` rows must be enough for any batch."""
+
+    def __init__(
+        self,
+        live: "LiveEmbedding",
+        optimizer: torch.optim.Optimizer,
+        split: Split,
+        pad_id: int,
+        capacity: int,
+    ) -> None:
+        weight = live.weight
+        self.live, self.optimizer, self.split, self.capacity = live, optimizer, split, capacity
+        self.group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
+        self.weight = nn.Parameter(weight.new_zeros(capacity, weight.shape[1]))
+        self.group["params"].append(self.weight)
+        state = optimizer.state[self.weight] = _fresh(self.weight)
+        self.steps = state["step"]
+        self.tables = self.weight.data, state["exp_avg"], state["exp_avg_sq"]
+        self.place = torch.full_like(live.place, -1)  # of every token, in the table
+        self.row_of = live.place.cpu().numpy()
+        # The row whose gradient is not wanted is always the first; a CUDA graph knows it by its number.
+        self.always = [t for t in dict.fromkeys((live.padding_idx, pad_id)) if t is not None]
+        self.padding = None if live.padding_idx is None else 0
+        self.rows = torch.empty(0, dtype=torch.int64, device=weight.device)
+        self.batches: Epoch | None = None  # those of the epoch that the window lies in; None: it is closed
+        self.first = self.end = 0
+        self.taken: int | None = None  # steps that the embedding has taken
+        self.missed: list[float] = []  # the rates of those that the rest of it has not
+
+    def prepare(self, batches: Epoch, k: int) -> None:
+        """Have the rows of batch k of an epoch in the table."""
+        if self.batches is batches and self.first <= k < self.end and len(self.missed) < STEPS:
+            return
+        self.fold()
+        self._open(batches, k)
+
+    def count(self, rate: float) -> None:
+        """A step was taken."""
+        self.missed.append(rate * float(self.group.get("scale", 1.0)))
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Let the embedding and its moments be what they would be without windows."""
+        if not self.missed:
+            return
+        assert self.taken is not None
+        state = self.optimizer.state[self.live.weight]
+        tables = self.live.weight, state["exp_avg"], state["exp_avg_sq"]
+        coast(*tables, self.missed, self.taken, self.group)
+        for table, mine in zip(tables, self.tables, strict=True):
+            table.index_copy_(0, self.rows, mine[: len(self.rows)])
+        self.taken += len(self.missed)
+        state["step"].fill_(self.taken)
+        self.missed.clear()
+
+    def drop(self) -> None:
+        """Forget the window: the embedding was given other values."""
+        self.batches, self.taken = None, None
+        self.missed.clear()
+
+    @torch.no_grad()
+    def _open(self, batches: Epoch, k: int) -> None:
+        """Where windows begin and end follows from the epoch alone: a run that resumes has the same ones."""
+        size = STEPS
+        while True:
+            self.first, self.end = k // size * size, min(k // size * size + size, len(batches))
+            tokens = self._tokens(batches)
+            if len(tokens) <= self.capacity or size == 1:
+                break
+            size //= 2
+        weight = self.live.weight
+        state = self.optimizer.state[weight]
+        if not state:  # the first step of a run
+            state |= _fresh(weight)
+        if self.taken is None:
+            self.taken = int(state["step"])
+        places = np.zeros((2, self.capacity), dtype=np.int64)  # tokens and their rows; the rest stands idle
+        places[:, : len(tokens)] = tokens, self.row_of[tokens]
+        there = pinned(torch.from_numpy(places), weight.device).to(weight.device, non_blocking=True)
+        self.rows = there[1, : len(tokens)]
+        tables = weight, state["exp_avg"], state["exp_avg_sq"]
+        for table, mine in zip(tables, self.tables, strict=True):
+            torch.index_select(table, 0, there[1], out=mine)
+        self.steps.copy_(state["step"])
+        self.place.fill_(-1)
+        self.place[there[0, : len(tokens)]] = torch.arange(len(tokens), device=weight.device)
+        self.batches = batches
+
+    def _tokens(self, batches: Epoch) -> np.ndarray:
+        """Those of the window's texts, and those that stand for none."""
+        items = batches.order[batches.bounds[self.first] : batches.bounds[self.end]]
+        found = np.zeros(len(self.row_of), dtype=bool)
+        found[self.split.tokens[ranges(self.split.offsets[items], self.split.lengths[items])]] = True
+        found[self.always] = False
+        return np.concatenate([np.array(self.always, dtype=np.int64), np.flatnonzero(found)])
+
+
+def _fresh(weight: Tensor) -> dict[str, Tensor]:
+    """What AdamW keeps of a weight before its first step."""
+    return {
+        "step": weight.new_zeros(()),
+        **{key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")},
+    }
+
+
+def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tensor:
+    """What `coast_` wants to know of every step."""
+    beta1, beta2 = group["betas"]
+    numbers = range(taken + 1, taken + len(rates) + 1)
+    return torch.tensor(
+        [
+            (rate * group["weight_decay"], rate / (1 - beta1**n), (1 - beta2**n) ** 0.5)
+            for n, rate in zip(numbers, rates, strict=True)
+        ]
+    )
+
+
+def coast(
+    weight: Tensor, mean: Tensor, square: Tensor, rates: list[float], taken: int, group: dict[str, Any]
+) -> None:
+    """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far."""
+    (beta1, beta2), eps = group["betas"], group["eps"]
+    if weight.is_cuda and coast_ is not None:
+        steps = pinned(coefficients(rates, taken, group), weight.device)
+        coast_(weight, mean, square, steps.to(weight.device, non_blocking=True), beta1, beta2, eps)
+        return
+    counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
+    nothing = weight.new_zeros(min(CHUNK, weight.numel()))
+    for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
+        for count, rate in zip(counts, rates, strict=True):
+            torch._fused_adamw_(
+                [w], [nothing[: len(w)]], [m], [v], [], [count],
+                lr=rate, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
