@@ -30,19 +30,32 @@ except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with
 
 STEPS = 16  # of a window, at most
 CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
-SHARE = 4  # the table has one row for so many of the embedding, or as many as the largest batch needs
+SHARE = 4  # the table has one row for so many of the embedding, at most, but enough for any batch
+ROOM = 1.25  # how many more rows it has than the first windows need
 
 
 def make_windows(
     live: "LiveEmbedding", optimizer: torch.optim.Optimizer, store: Store, plan: Plan
 ) -> "RowWindows | None":
     """None where a batch may need so many rows that nothing would be gained."""
-    largest = plan.batch_tokens or (plan.batch_size or 0) * int(plan.lengths.max())
-    capacity = max(len(live.weight) // SHARE, largest + 2)
+    largest = plan.batch_tokens or int(np.sort(plan.lengths)[-(plan.batch_size or 1) :].sum())
+    epoch, split = plan.epoch(0), store["train"]
+    needed = max(
+        len(_tokens(split, epoch, first, min(first + STEPS, len(epoch))))
+        for first in range(0, min(4 * STEPS, len(epoch)), STEPS)
+    )
+    capacity = max(largest + 2, min(len(live.weight) // SHARE, int(ROOM * needed)))
     if 2 * capacity > len(live.weight) or not optimizer.defaults.get("fused"):
         return None
-    live.windows = RowWindows(live, optimizer, store["train"], store.pad_id, capacity)
+    live.windows = RowWindows(live, optimizer, split, store.pad_id, capacity)
     return live.windows
+
+
+def _tokens(split: Split, epoch: Epoch, first: int, end: int) -> np.ndarray:
+    """The tokens of an epoch's batches from `first` to before `end`, each once."""
+    items = epoch.order[epoch.bounds[first] : epoch.bounds[end]]
+    tokens = split.tokens[ranges(split.offsets[items], split.lengths[items])]
+    return np.flatnonzero(np.bincount(tokens))
 
 
 class RowWindows:
@@ -67,7 +80,8 @@ class RowWindows:
         self.place = torch.full_like(live.place, -1)  # of every token, in the table
         self.row_of = live.place.cpu().numpy()
         # The row whose gradient is not wanted is always the first; a CUDA graph knows it by its number.
-        self.always = [t for t in dict.fromkeys((live.padding_idx, pad_id)) if t is not None]
+        always = [token for token in dict.fromkeys((live.padding_idx, pad_id)) if token is not None]
+        self.always = np.array(always, dtype=np.int64)
         self.padding = None if live.padding_idx is None else 0
         self.rows = torch.empty(0, dtype=torch.int64, device=weight.device)
         self.batches: Epoch | None = None  # those of the epoch that the window lies in; None: it is closed
@@ -112,7 +126,8 @@ class RowWindows:
         size = STEPS
         while True:
             self.first, self.end = k // size * size, min(k // size * size + size, len(batches))
-            tokens = self._tokens(batches)
+            found = _tokens(self.split, batches, self.first, self.end)
+            tokens = np.concatenate([self.always, found[~np.isin(found, self.always)]])
             if len(tokens) <= self.capacity or size == 1:
                 break
             size //= 2
@@ -133,14 +148,6 @@ class RowWindows:
         self.place.fill_(-1)
         self.place[there[0, : len(tokens)]] = torch.arange(len(tokens), device=weight.device)
         self.batches = batches
-
-    def _tokens(self, batches: Epoch) -> np.ndarray:
-        """Those of the window's texts, and those that stand for none."""
-        items = batches.order[batches.bounds[self.first] : batches.bounds[self.end]]
-        found = np.zeros(len(self.row_of), dtype=bool)
-        found[self.split.tokens[ranges(self.split.offsets[items], self.split.lengths[items])]] = True
-        found[self.always] = False
-        return np.concatenate([np.array(self.always, dtype=np.int64), np.flatnonzero(found)])
 
 
 def _fresh(weight: Tensor) -> dict[str, Tensor]:
