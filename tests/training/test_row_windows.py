@@ -1,6 +1,7 @@
 """An embedding that trains through windows takes the steps it would have taken without them."""
 
 import shutil
+import traceback
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm.config import make_config
 from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
-from oelm.training import row_windows, stepper
+from oelm.training import stepper
+from oelm.training.build import build_model
+from oelm.training.checkpoint import capture
 from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.loop import train
+from oelm.training.objective import make_objective
+from oelm.training.parallel import process_state
 from oelm.training.row_windows import RowWindows, coast
 from tests.data.made import write_csv
 
@@ -91,7 +96,12 @@ def test_a_run_that_resumes_within_a_window_has_the_same_bits(store, tmp_path):
 
 
 def test_windows_have_fewer_steps_where_the_table_is_small(store, tmp_path, monkeypatch, opened):
-    monkeypatch.setattr(row_windows, "SHARE", 10**6)  # as many rows as the largest batch may need
+    def small(live, optimizer, store, plan):
+        """As many rows as the largest batch may need."""
+        live.windows = RowWindows(live, optimizer, store["train"], store.pad_id, 4 * 8 + 2)
+        return live.windows
+
+    monkeypatch.setattr(stepper, "make_windows", small)
     train(config(save_every=0, clip=0), store, tmp_path / "small", show=False)
     assert all(rows <= capacity for rows, _, capacity in opened)
     assert {steps for _, steps, _ in opened} & {1, 2, 4}
@@ -101,9 +111,53 @@ def test_windows_have_fewer_steps_where_the_table_is_small(store, tmp_path, monk
     assert all(torch.equal(small[n], value) for n, value in files(tmp_path / "dense", 45).items())
 
 
-def test_there_are_none_where_a_batch_may_need_most_rows(store, tmp_path, opened):
-    train(config(batch_size=100, steps=3, save_every=0), store, tmp_path / "run", show=False)
+def test_there_are_none_where_steps_need_too_many_rows(store, tmp_path, opened):
+    train(config(batch_size=100, steps=3, save_every=0), store, tmp_path / "most", show=False)
+    train(config(batch_size=12, steps=3, save_every=0), store, tmp_path / "many", show=False)
     assert not opened
+
+
+def test_there_are_none_where_tokens_do_not_fit_into_memory(store, tmp_path, opened, monkeypatch):
+    monkeypatch.setattr(stepper, "read_whole", lambda _: False)
+    train(config(steps=3, save_every=0), store, tmp_path / "run", show=False)
+    assert not opened
+
+
+def test_missed_steps_are_training_and_their_time_is_counted(store, tmp_path, monkeypatch):
+    """Whatever wants the embedding as a whole finds nothing left to do."""
+    found = []
+    real = RowWindows.fold
+
+    def watch(self):
+        callers = {frame.name for frame in traceback.extract_stack()}
+        found.append((bool(self.missed), bool(callers & {"capture", "evaluate"})))
+        real(self)
+
+    monkeypatch.setattr(RowWindows, "fold", watch)
+    train(config(), store, tmp_path / "run", show=False)
+    assert (True, False) in found and (False, True) in found and (True, True) not in found
+
+
+def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_path, monkeypatch):
+    """Weights loaded in the middle of a window, as a caller may."""
+    found = []
+    for windows in (True, False):
+        if not windows:
+            monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
+        objective = make_objective(store, 8, 0.0, "none")
+        asked = config(clip=0)
+        raw, _ = build_model(asked, store, objective.auto_class)
+        made = stepper.make_stepper(asked, objective, raw, process_state())
+        raw.train()
+        plan = objective.plan("train", 4, None, 1).epoch(0)
+        for step in range(20):
+            if step == 5:
+                raw.load_state_dict({name: value * 0.5 for name, value in raw.state_dict().items()})
+            made.take_step(step, plan, step)
+        found.append(capture(raw, made.optimizer))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
 class Texts:

@@ -16,7 +16,7 @@ from oelm.kernels.attention_triton import INTERPRETED
 BLOCK = 64 if INTERPRETED else 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _coast_kernel(weights, means, squares, steps, count, size, beta1, beta2, eps, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

@@ -83,9 +83,9 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value, short = checkpoint.model[name], live.get(name)
-            parameter.copy_(_like(short.narrowed(value) if short else value, parameter))
             if short:
-                short.take_over()
+                short.close()
+            parameter.copy_(_like(short.narrowed(value) if short else value, parameter))
     if optimizer is None:
         return
     names = dict(model.named_parameters())

@@ -58,10 +58,11 @@ class LiveEmbedding(nn.Embedding):
         if self.windows is not None:
             self.windows.fold()
 
-    def take_over(self) -> None:
-        """`weight` was given other values: forget what was to become of it."""
+    def close(self) -> None:
+        """Let `weight` be up to date and free to be given other values."""
         if self.windows is not None:
-            self.windows.drop()
+            self.windows.fold()
+            self.windows.close()
 
     def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor:
         """All rows, where `rows` are those in use; without `aside` the others are zeros."""
@@ -101,7 +102,8 @@ def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
 def put_back(model: nn.Module) -> None:
     """The embedding as it was, with all rows."""
     for live in [m for m in model.modules() if isinstance(m, LiveEmbedding)]:
-        live.fold()
+        live.close()
+        live.windows = None  # which holds on to the optimizer
         weight = live.widened(live.weight.detach(), live.aside)
         _put(model, live, nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=live.padding_idx))
 
@@ -126,7 +128,7 @@ def _save_whole(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
 
 def _load_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, LiveEmbedding)
-    module.take_over()
+    module.close()
     whole = state[f"{prefix}weight"]
     module.aside = whole[module.idle.to(whole.device)].cpu()
     state[f"{prefix}weight"] = module.narrowed(whole)

@@ -125,6 +125,8 @@ def _run(session: Session, plan: Plan) -> None:
             if session.state.num_processes == 1
             else (logs and parallel.anyone(session.stop.reason is not None, session.state))
         )
+        if session.windows is not None and (due or saves or stops):
+            session.windows.fold()  # here, where its time is training's
         if logs or due or saves or stops:
             steps = len(recent)
             value = _check_finite(session, recent)

@@ -31,21 +31,27 @@ except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with
 STEPS = 16  # of a window, at most
 CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
 SHARE = 4  # the table has one row for so many of the embedding, at most, but enough for any batch
+VECTOR = 16  # numbers that a processor's instruction takes at once, at most
 ROOM = 1.25  # how many more rows it has than the first windows need
 
 
 def make_windows(
     live: "LiveEmbedding", optimizer: torch.optim.Optimizer, store: Store, plan: Plan
 ) -> "RowWindows | None":
-    """None where a batch may need so many rows that nothing would be gained."""
+    """None where steps need so many rows that little would be gained, and where bits would change: PyTorch's
+    optimizer rounds numbers that fill no vector of the processor otherwise than others."""
+    if not optimizer.defaults.get("fused") or live.weight.shape[1] % VECTOR:
+        return None
     largest = plan.batch_tokens or int(np.sort(plan.lengths)[-(plan.batch_size or 1) :].sum())
     epoch, split = plan.epoch(0), store["train"]
-    needed = max(
-        len(_tokens(split, epoch, first, min(first + STEPS, len(epoch))))
-        for first in range(0, min(4 * STEPS, len(epoch)), STEPS)
-    )
-    capacity = max(largest + 2, min(len(live.weight) // SHARE, int(ROOM * needed)))
-    if 2 * capacity > len(live.weight) or not optimizer.defaults.get("fused"):
+
+    def needed(steps: int) -> int:
+        """Rows, by the first windows of so many steps."""
+        firsts = range(0, min(4 * STEPS, len(epoch)), steps)
+        return max(len(_tokens(split, epoch, k, min(k + steps, len(epoch)))) for k in firsts)
+
+    capacity = max(largest + 2, min(len(live.weight) // SHARE, int(ROOM * needed(STEPS))))
+    if 2 * capacity > len(live.weight) or needed(STEPS // 2) + 2 > capacity:
         return None
     live.windows = RowWindows(live, optimizer, split, store.pad_id, capacity)
     return live.windows
@@ -115,10 +121,9 @@ class RowWindows:
         state["step"].fill_(self.taken)
         self.missed.clear()
 
-    def drop(self) -> None:
-        """Forget the window: the embedding was given other values."""
+    def close(self) -> None:
+        """Forget a window that was folded: what it stands for is given other values."""
         self.batches, self.taken = None, None
-        self.missed.clear()
 
     @torch.no_grad()
     def _open(self, batches: Epoch, k: int) -> None:

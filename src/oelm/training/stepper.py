@@ -143,8 +143,10 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         reads_ahead=not read_whole(objective.store["train"].tokens),
     )
     short = list(live_weights(raw).values())
-    # fp16 may skip a step, and an encoder-decoder reads other tokens than its texts'.
-    if short and state.num_processes == 1 and precision != "fp16" and objective.store.kind != "seq2seq":
+    # fp16 may skip a step, an encoder-decoder reads other tokens than its texts', and where tokens do not fit
+    # into memory they are better read as they are needed.
+    plain = precision != "fp16" and objective.store.kind != "seq2seq" and not stepper.reads_ahead
+    if short and plain and state.num_processes == 1:
         stepper.windows = make_windows(short[0], stepper.optimizer, objective.store, plan)
     if stepper.windows is not None:
         stepper.parameters.append(stepper.windows.weight)
