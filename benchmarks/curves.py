@@ -140,10 +140,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("curves.json"))
     options = parser.parse_args()
+    if "plain" not in options.arms:
+        parser.error("--arms: the others are compared with plain, which must be among them")
+    asked = {name: value for name, value in vars(options).items() if name not in ("data", "json", "arms")}
+    command = ["python benchmarks/curves.py --data", options.data.name, "--arms", *options.arms]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = {
         "what": "training with and without the fast paths, the same seeds",
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(command + [f"--{name} {value}" for name, value in asked.items()]),
         "environment": environment(device, 1),
     }
     curves: list[Curve] = []

@@ -81,8 +81,7 @@ class RowWindows:
         self.weight = nn.Parameter(weight.new_zeros(capacity, weight.shape[1]))
         self.group["params"].append(self.weight)
         state = optimizer.state[self.weight] = _fresh(self.weight)
-        self.steps = state["step"]
-        self.tables = self.weight.data, state["exp_avg"], state["exp_avg_sq"]
+        self.steps, self.tables = state["step"], _tables(self.weight.data, state)
         self.place = torch.full_like(live.place, -1)  # of every token, in the table
         self.row_of = live.place.cpu().numpy()
         # The row whose gradient is not wanted is always the first; a CUDA graph knows it by its number.
@@ -113,7 +112,7 @@ class RowWindows:
             return
         assert self.taken is not None
         state = self.optimizer.state[self.live.weight]
-        tables = self.live.weight, state["exp_avg"], state["exp_avg_sq"]
+        tables = _tables(self.live.weight, state)
         coast(*tables, self.missed, self.taken, self.group)
         for table, mine in zip(tables, self.tables, strict=True):
             table.index_copy_(0, self.rows, mine[: len(self.rows)])
@@ -146,8 +145,7 @@ class RowWindows:
         places[:, : len(tokens)] = tokens, self.row_of[tokens]
         there = pinned(torch.from_numpy(places), weight.device).to(weight.device, non_blocking=True)
         self.rows = there[1, : len(tokens)]
-        tables = weight, state["exp_avg"], state["exp_avg_sq"]
-        for table, mine in zip(tables, self.tables, strict=True):
+        for table, mine in zip(_tables(weight, state), self.tables, strict=True):
             torch.index_select(table, 0, there[1], out=mine)
         self.steps.copy_(state["step"])
         self.place.fill_(-1)
@@ -157,10 +155,13 @@ class RowWindows:
 
 def _fresh(weight: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a weight before its first step."""
-    return {
-        "step": weight.new_zeros(()),
-        **{key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")},
-    }
+    moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": weight.new_zeros(()), **moments}
+
+
+def _tables(weight: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What has a row for every row of an embedding."""
+    return weight, state["exp_avg"], state["exp_avg_sq"]
 
 
 def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tensor:
