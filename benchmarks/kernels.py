@@ -8,7 +8,8 @@ several calls of it, so that launching costs nothing; the arms take turns, and m
 Attention, forward and backward: an arm starts from the product's output, (tokens, q k v), and ends with its
 gradient in the same shape: for PyTorch's kernels this takes a split and a join, as it does in a model. Texts
 end to end go through `varlen_attn`; texts of one length could also be a batch for
-`scaled_dot_product_attention`, so those arms are there as well. All else is compared with torch.compile.
+`scaled_dot_product_attention`, so those arms are there as well. AdamW is compared with PyTorch's fused one,
+all else with torch.compile.
 """
 
 import argparse
@@ -32,10 +33,13 @@ from oelm.kernels.gelu_triton import gelu_backward
 from oelm.kernels.own import add_norm, joint_attention
 from oelm.kernels.packed import Packing
 from oelm.training.folder import environment
+from oelm.training.own_adamw import OwnAdamW
+from oelm.training.schedule import clip_in_step
 
 HEADS, HEAD_DIM, CALLS = 8, 64, 5
 VOCAB, PADDED, ROWS = 50257, 50304, 16384
-TOKENS, WIDTH, INNER = 65536, 512, 2048
+WIDTH, INNER, LAYERS = 512, 2048, 6
+TOKENS = (640, 4352, 65536)  # of 16 pairs of sentences, of 16 reviews, of a large step
 BACKENDS = {"SDPA, flash": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 Arm = Callable[[], Any]
@@ -109,11 +113,11 @@ def cross_entropy_arms() -> dict[str, Arm]:
     }
 
 
-def norm_arms() -> dict[str, Arm]:
+def norm_arms(tokens: int) -> dict[str, Arm]:
     """The sum of a wide and a narrow tensor and its LayerNorm, forward and backward."""
     norm = torch.nn.LayerNorm(WIDTH, device="cuda")
-    x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
-    late = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(tokens, WIDTH, device="cuda", requires_grad=True)
+    late = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grads = [torch.randn_like(x), torch.randn_like(late)]
 
     def plain() -> tuple[Tensor, Tensor]:
@@ -131,9 +135,9 @@ def norm_arms() -> dict[str, Arm]:
     }
 
 
-def gelu_arms() -> dict[str, Arm]:
+def gelu_arms(tokens: int) -> dict[str, Arm]:
     """The backward pass of GELU and of the bias before it."""
-    x, grad = (torch.randn(TOKENS, INNER, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x, grad = (torch.randn(tokens, INNER, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     @torch.compile
     def compiled(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +145,35 @@ def gelu_arms() -> dict[str, Arm]:
         return inner, inner.sum(0)
 
     return {"ours": lambda: gelu_backward(x, grad), "torch.compile": lambda: compiled(x, grad)}
+
+
+def adamw_arms() -> dict[str, Arm]:
+    """Clipping, AdamW's step and half-precision copies of the matrices, for all blocks."""
+    shapes = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH), (WIDTH, INNER), (INNER,)] + [(WIDTH,)] * 9
+    arms: dict[str, Arm] = {}
+    for name in ("ours", "PyTorch's, fused"):
+        weights = [
+            torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(LAYERS) for shape in shapes
+        ]
+        matrices = [weight for weight in weights if weight.dim() == 2]
+        copies = [matrix.detach().bfloat16() for matrix in matrices]
+        optimizer = OwnAdamW(weights, lr=torch.tensor(1e-4, device="cuda"), fused=True, capturable=True)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        if name == "ours":
+            optimizer.clip = 1.0
+            optimizer.copies = {id(m): copy for m, copy in zip(matrices, copies, strict=True)}
+            optimizer.gather()
+            arms[name] = optimizer.step
+            continue
+
+        def plain(optimizer=optimizer, weights=weights, matrices=matrices, copies=copies) -> None:  # type: ignore[no-untyped-def]
+            clip_in_step(optimizer, weights, 1.0)
+            optimizer.step()
+            torch._foreach_copy_(copies, [matrix.detach() for matrix in matrices])
+
+        arms[name] = plain
+    return arms
 
 
 def measure(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, Any]]:
@@ -184,8 +217,10 @@ def main() -> None:
         for name, texts in lengths_of().items()
     }
     cases[f"cross-entropy and its gradient, {ROWS} rows of {VOCAB} words"] = cross_entropy_arms
-    cases[f"a sum and its norm, {TOKENS} x {WIDTH}"] = norm_arms
-    cases[f"GELU's backward pass with a bias, {TOKENS} x {INNER}"] = gelu_arms
+    for n in TOKENS:
+        cases[f"a sum and its norm, {n} x {WIDTH}"] = lambda n=n: norm_arms(n)  # type: ignore[misc]
+        cases[f"GELU's backward pass with a bias, {n} x {INNER}"] = lambda n=n: gelu_arms(n)  # type: ignore[misc]
+    cases["clipping, AdamW and half-precision copies, 18.9 million weights"] = adamw_arms
     found = {name: measure(make(), options.rounds) for name, make in cases.items()}
     record = {
         "what": "our kernels and PyTorch's, bf16, in CUDA graphs; attention has 8 heads of 64",

@@ -7,8 +7,8 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from oelm.kernels import (
+    adamw_triton,
     attention_triton,
-    coast_triton,
     cross_entropy_triton,
     gelu_triton,
     joint_triton,
@@ -76,9 +76,19 @@ for head_dim in (64, 128):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
                 check(kernel, *tensors, *[strides] * count, **common, **more, **options)
-check(coast_triton._coast_kernel, *[numbers] * 4, 16, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=coast_triton.BLOCK)
+check(adamw_triton._coast_kernel, *[numbers] * 4, 16, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
+tables = {"PIECE": adamw_triton.PIECE}
+check(adamw_triton._squares_kernel, MockTensor(torch.int64), numbers, numbers, 100, **tables)
+check(
+    adamw_triton._factors_kernel, MockTensor(torch.int64), MockTensor(torch.float64), *[numbers] * 3, 1.0,
+    WALKERS=adamw_triton.WALKERS,
+)  # fmt: skip
+check(
+    adamw_triton._step_kernel, MockTensor(torch.int64), numbers, numbers, 0.9, 0.1, 0.999, 0.001, 1e-8,
+    **tables, num_warps=8,
+)  # fmt: skip
 check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
-check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, ROWS=64, WIDTH=32)
+check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, **norm_triton.SUMS)
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)
     tile = norm_triton._tile(torch.empty(1, 512, device="meta"))
@@ -88,8 +98,9 @@ for dtype in (torch.bfloat16, torch.float32):
             norm_triton._norm_backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
             STRAIGHT=True, PICKED=picked, NARROW=True, **tile,
         )  # fmt: skip
-    sizes = {"ROWS": gelu_triton.ROWS, "WIDTH": gelu_triton.WIDTH}
-    check(gelu_triton._gelu_kernel, x, x, x, numbers, 4096, 2048, **sizes, num_warps=4)
+    for rows in (640, 4096, 65536):
+        sizes = gelu_triton.tile_for(rows)
+        check(gelu_triton._gelu_kernel, x, x, x, numbers, rows, 2048, **sizes, num_warps=4)
     check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
     for write in (False, True):
         check(

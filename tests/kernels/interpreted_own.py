@@ -10,8 +10,10 @@ from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
 import oelm
+from oelm.bench.load import made_texts
+from oelm.config import make_config
 from oelm.kernels import (
-    coast_triton,
+    adamw_triton,
     gelu_triton,
     joint_triton,
     norm_triton,
@@ -21,8 +23,13 @@ from oelm.kernels import (
 from oelm.kernels.own import add_norm, joint_attention, linear_gelu, one_query_attention
 from oelm.kernels.packed import Packing, portable
 from oelm.kernels.rows import pick_rows
-from oelm.training import row_windows
+from oelm.training import fast, own_adamw, row_windows, stepper
+from oelm.training.build import build_model
 from oelm.training.half import HalfWeights
+from oelm.training.objective import make_objective
+from oelm.training.own_adamw import OwnAdamW
+from oelm.training.parallel import process_state
+from oelm.training.schedule import clip_in_step, make_optimizer
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
 
@@ -154,11 +161,95 @@ def test_steps_of_adamw_without_a_gradient(size: int) -> None:
     rates = [1e-3 * (n + 1) for n in range(16)]
     mine, twin = ([table.clone() for table in tables] for _ in range(2))
     steps = row_windows.coefficients(rates, 7, group)
-    coast_triton.coast_(mine[0], mine[1], mine[2], steps, 0.9, 0.999, 1e-8)
+    adamw_triton.coast_(mine[0], mine[1], mine[2], steps, 0.9, 0.999, 1e-8)
     row_windows.coast(twin[0], twin[1], twin[2], rates, 7, group)
     for a, b, before in zip(mine, twin, tables, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
         assert not before.any() or not torch.equal(a, before)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_steps_of_adamw_on_all_weights_at_once(clip: float) -> None:
+    """Against PyTorch's, in two groups of their own rates: sizes that fill no piece, and a weight that has
+    taken steps before."""
+    shapes, rates = [(3,), (70, 64), (64,), (5, 7), (9, 33)], [1e-2, 1e-3]
+    found = []
+    for own in (False, True):
+        torch.manual_seed(1)
+        weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        groups = [
+            {"params": weights[:2], "weight_decay": 0.1, "lr": torch.tensor(rates[0])},
+            {"params": weights[2:], "weight_decay": 0.0, "lr": torch.tensor(rates[1])},
+        ]
+        optimizer = (OwnAdamW if own else torch.optim.AdamW)(groups, eps=1e-4, fused=True)
+        weights[0].grad = torch.randn(shapes[0])
+        torch.optim.AdamW.step(optimizer)
+        copy, norms = torch.empty(shapes[1], dtype=torch.bfloat16), []
+        if isinstance(optimizer, OwnAdamW):
+            optimizer.clip, optimizer.copies = clip, {id(weights[1]): copy}
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape) * 3
+            if isinstance(optimizer, OwnAdamW):
+                optimizer.gather()
+                assert optimizer.together
+                optimizer.step()
+                norms.append(optimizer.norm)
+            else:
+                norms.append(clip_in_step(optimizer, weights, clip))
+                optimizer.step()
+            optimizer.zero_grad()
+        if own:
+            assert torch.equal(copy, weights[1].bfloat16())
+        states = [optimizer.state[weight] for weight in weights]
+        found.append((torch.stack(norms), weights, [list(state.values()) for state in states]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
+    """Steps as they are recorded, with copies of the weights, against the same by PyTorch's optimizer; the
+    weights are changed by someone else in between."""
+    found = []
+    for own in (False, True):
+        store = made_texts("some", [9, 20, 7, 12] * 8, 300, 32)
+        settings = make_config(
+            {
+                "task": {"data": "x", "max_length": 32},
+                "model": {"name": "gpt-tiny"},
+                "training": {
+                    "batch_size": 8,
+                    "accumulate": accumulate,
+                    "steps": 8,
+                    "precision": "bf16",
+                    "fast": False,
+                    "eps": 1e-4,  # so that the rounding of tiny gradients does not become whole steps
+                },
+            }
+        )
+        task = make_objective(store, 32, 0.0, "none")
+        torch.manual_seed(0)
+        model, _ = build_model(settings, store, task.auto_class)
+        made = stepper.make_stepper(settings, task, model, process_state())
+        made.optimizer = make_optimizer(model, settings.training, graphed=True)
+        made.graphed = stepper._graphed_step(made)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fast, "MOST_GRAPHS", 0)
+            if not own:
+                patch.setattr(own_adamw, "adamw_triton", None)
+            batches = task.plan("train", 8, None, 1).epoch(0)
+            model.train()
+            losses = [made.take_step(k, batches, k)[:2] for k in range(3)]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            losses += [made.take_step(3, batches, 3)[:2]]
+        assert made.optimizer.together == own
+        found.append((losses, [p.detach().clone() for p in model.parameters()]))
+    (losses, weights), (others, other_weights) = found
+    torch.testing.assert_close(others, losses, rtol=2e-3, atol=2e-5)
+    for weight, other in zip(weights, other_weights, strict=True):
+        assert error(other, weight.double()) < 5e-3  # biases began at 0: all of them is what was learned
 
 
 def test_the_gradient_of_positions() -> None:

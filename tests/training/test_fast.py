@@ -16,7 +16,7 @@ from oelm.training.half import HalfWeights
 from oelm.training.live_rows import set_aside
 from oelm.training.objective import make_objective
 from oelm.training.parallel import process_state
-from oelm.training.schedule import clip_in_step
+from oelm.training.schedule import clip_in_step, make_optimizer
 from oelm.training.stepper import AHEAD, _graphed_step, make_stepper
 from tests.training.runs import make_store
 
@@ -109,6 +109,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
         model, _ = build_model(settings, store, task.auto_class)
         stepper = make_stepper(settings, task, model, process_state())
         if graphed:
+            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
             stepper.graphed = _graphed_step(stepper)
         batches = task.plan("train", 16, None, 1).epoch(0)
         model.train()
@@ -220,6 +221,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
         model, _ = build_model(settings, store, task.auto_class)
         stepper = make_stepper(settings, task, model, process_state())
         if recorded:
+            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
             stepper.graphed = graphed = _graphed_step(stepper)
 
             def fails(batch, graphed=graphed):

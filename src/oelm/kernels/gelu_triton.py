@@ -15,10 +15,16 @@ from oelm.kernels.attention_triton import INTERPRETED
 from oelm.kernels.gelu import LOG_TAIL
 from oelm.kernels.norm_triton import column_sums, tile_of
 
-ROWS, WIDTH = 4, 256  # a tile
-WALKERS = 3 if INTERPRETED else 264  # programs for each of its columns of tiles: two per multiprocessor
+WALKERS = 3 if INTERPRETED else 264  # programs for each column of tiles: two per multiprocessor of an H200
 
 _LOG_TAIL, _COEFFICIENTS = tl.constexpr(LOG_TAIL), tl.constexpr(len(LOG_TAIL))
+
+
+def tile_for(rows: int) -> dict[str, int]:
+    """What is fastest on an H200 (benchmarks/kernels.json): few programs for few rows."""
+    if rows <= 2048:
+        return {"ROWS": 1, "WIDTH": 1024}
+    return {"ROWS": 4, "WIDTH": 512 if rows <= 16384 else 256}
 
 
 @triton.jit
@@ -46,11 +52,12 @@ def gelu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     x, grad = x.contiguous(), grad.contiguous()
     result, width = x.new_empty(x.shape), x.shape[-1]
     rows = x.numel() // width
-    walkers = min(WALKERS, triton.cdiv(rows, ROWS))
+    tile = tile_for(rows)
+    walkers = min(WALKERS, triton.cdiv(rows, tile["ROWS"]))
     partial = x.new_empty(walkers, width, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _gelu_kernel[walkers, triton.cdiv(width, WIDTH)](
-            x, grad, result, partial, rows, width, ROWS=ROWS, WIDTH=WIDTH, num_warps=4
+        _gelu_kernel[walkers, triton.cdiv(width, tile["WIDTH"])](
+            x, grad, result, partial, rows, width, **tile, num_warps=4
         )
         return result, column_sums(partial)
 

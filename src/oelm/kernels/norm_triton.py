@@ -19,7 +19,9 @@ from oelm.kernels.attention_triton import INTERPRETED
 
 MAX_WIDTH = 4096  # a program holds whole rows
 TILE = 2048  # numbers at a time
+SMALL_TILE, FEW_ROWS = 1024, 16384  # the same of the backward pass, up to so many rows
 WALKERS = 4 if INTERPRETED else 528  # programs of the backward pass: four for each multiprocessor of an H200
+SUMS = {"ROWS": 512, "WIDTH": 8, "num_warps": 8}
 
 
 @triton.jit
@@ -125,15 +127,15 @@ def _column_sums_kernel(partial, sums, count, width, ROWS: tl.constexpr, WIDTH: 
 def column_sums(partial: Tensor) -> Tensor:
     """The sums over the first dimension, in the same order every time."""
     sums = partial.new_empty(partial.shape[1:])
-    _column_sums_kernel[(triton.cdiv(sums.numel(), 32),)](
-        partial, sums, len(partial), sums.numel(), ROWS=64, WIDTH=32
+    _column_sums_kernel[(triton.cdiv(sums.numel(), SUMS["WIDTH"]),)](
+        partial, sums, len(partial), sums.numel(), **SUMS
     )
     return sums
 
 
-def _tile(x: Tensor) -> dict[str, Any]:
+def _tile(x: Tensor, size: int = TILE) -> dict[str, Any]:
     width = triton.next_power_of_2(x.shape[-1])
-    return {"ROWS": max(1, TILE // width), "WIDTH": width, "num_warps": 4 if width <= TILE else 8}
+    return {"ROWS": max(1, size // width), "WIDTH": width, "num_warps": max(size, width) // 512}
 
 
 @torch.library.custom_op("oelm::add_norm", mutates_args=())
@@ -178,7 +180,7 @@ def add_norm_backward(
     and the bias's, (2, C). `grad_total` is that of all rows of the sum, or of those picked."""
     grad_total, grad_out = None if grad_total is None else grad_total.contiguous(), grad_out.contiguous()
     grad, late, _ = _gradients(total, weight, mean, scale, grad_total, grad_out, dtype, rows)
-    places, tile = None, _tile(total)
+    places, tile = None, _tile(total, SMALL_TILE if mean.numel() <= FEW_ROWS else TILE)
     if grad_total is None:
         rows = None
     elif rows is not None:

@@ -38,6 +38,7 @@ class Paths:
     eager: str | None
     compiled: bool
     own_kernels: bool = False
+    own_adamw: bool = False
     rows: tuple[int, int] | None = None  # of the embedding: in use, of all
     table: int | None = None  # of those in use, the most that train at a time
 
@@ -48,7 +49,8 @@ class Paths:
         blocks += "; attention, norms and GELU by kernels of our own" if self.own_kernels else ""
         rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
         rows += f", {self.table:,} at a time" if self.table else ""
-        return f"{texts}; {steps}; {blocks}{rows}"
+        optimizer = "; AdamW is one kernel for all weights" if self.own_adamw else ""
+        return f"{texts}; {steps}; {blocks}{optimizer}{rows}"
 
 
 def why_padded(config: RunConfig, objective: Objective, model: nn.Module, device: torch.device) -> str | None:
@@ -109,7 +111,8 @@ class GraphedStep:
     """A step as one graph per shape of its batch; with several batches to a step, as a graph for each of
     them and another for clipping and the optimizer (`whole` is then off).
 
-    `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm.
+    `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm;
+    `follow` is never recorded: it looks whether weights were changed by someone else.
     The first time a shape is met it is computed as usual, which also lets kernels tune themselves and the
     optimizer make its state; the second time it is recorded.
     """
@@ -118,11 +121,13 @@ class GraphedStep:
         self,
         compute: Callable[[Batch], Tensor],
         finish: Callable[[], Tensor],
+        follow: Callable[[], None],
         scale: Tensor,
         whole: bool,
         parameters: list[nn.Parameter],
     ) -> None:
-        self.compute, self.finish, self.scale, self.whole = compute, finish, scale, whole
+        self.compute, self.finish, self.follow = compute, finish, follow
+        self.scale, self.whole = scale, whole
         self.parameters = parameters  # all that `compute` leaves gradients on
         self.device = scale.device
         self.graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = {}
@@ -136,6 +141,7 @@ class GraphedStep:
     def backward(self, batch: Batch, scale: float) -> Tensor:
         """The loss of a batch, in the computer's memory, times `scale`. A whole step is then taken."""
         self.scale.fill_(scale)
+        self.follow()
         key = shapes_of(batch)
         if key not in self.graphs:
             if key not in self.met or self.failed or len(self.graphs) >= MOST_GRAPHS:

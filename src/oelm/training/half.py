@@ -1,13 +1,13 @@
 """Half-precision copies of the weights that are factors of matrix products, beside the optimizer's own.
 
 Autocast makes such copies too, with a kernel for each weight and another for each gradient, which on a fast
-GPU take longer than the small products between them. Here one kernel refreshes all of them, another widens
-all their gradients, those of frozen weights are made once, and q, k and v of an attention lie in one matrix.
-The values are the same.
+GPU take longer than the small products between them. Here one kernel refreshes all of them (or the optimizer
+does, on its way), another widens all their gradients, those of frozen weights are made once, and q, k and v
+of an attention lie in one matrix. The values are the same.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -41,12 +41,22 @@ class HalfWeights:
                     copies[id(own)] = own, nn.Parameter(own.detach().to(dtype), own.requires_grad)
                 self.places.append((module, name, own, copies[id(own)][1]))
         self.trained = [(own, copy) for own, copy in copies.values() if own.requires_grad]
+        self.versions = self._versions()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over what the optimizer did."""
         if self.trained:
             torch._foreach_copy_([copy for _, copy in self.trained], [own for own, _ in self.trained])
+        self.versions = self._versions()
+
+    def follow(self) -> None:
+        """Take over what others did, such as loading weights. A recorded step does not show here."""
+        if self.versions != self._versions():
+            self.refresh()
+
+    def _versions(self) -> list[int]:
+        return [own._version for own, _ in self.trained]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,15 +74,18 @@ class HalfWeights:
                 attention.register_parameter("joint", None)
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Give the copies' gradients to the weights, or add them to those that are there."""
+    def collect(self, rooms: Callable[[], dict[int, torch.Tensor]] = dict) -> None:
+        """Give the copies' gradients to the weights, or add them to those that are there. `rooms` has places
+        for them by the weights' ids."""
+        places: dict[int, torch.Tensor] | None = None
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for own, copy in self.trained:
             if copy.grad is None:
                 continue
             if own.grad is None:
-                own.grad = torch.empty_like(own)
+                places = rooms() if places is None else places
+                own.grad = places[id(own)] if id(own) in places else torch.empty_like(own)
                 written.append((own.grad, copy.grad))
             else:
                 added.append((own.grad, copy.grad))

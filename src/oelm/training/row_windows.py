@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from oelm.data import Epoch, Plan, Split, Store
 from oelm.data.batches import ranges
 from oelm.training.objective import pinned
+from oelm.training.own_adamw import fresh_state
 
 if TYPE_CHECKING:
     from oelm.training.live_rows import LiveEmbedding
 
 try:
-    from oelm.kernels.coast_triton import coast_
+    from oelm.kernels.adamw_triton import coast_
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     coast_ = None  # type: ignore[assignment]
 
@@ -80,7 +81,7 @@ class RowWindows:
         self.group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         self.weight = nn.Parameter(weight.new_zeros(capacity, weight.shape[1]))
         self.group["params"].append(self.weight)
-        state = optimizer.state[self.weight] = _fresh(self.weight)
+        state = optimizer.state[self.weight] = fresh_state(self.weight)
         self.steps, self.tables = state["step"], _tables(self.weight.data, state)
         self.place = torch.full_like(live.place, -1)  # of every token, in the table
         self.row_of = live.place.cpu().numpy()
@@ -138,7 +139,7 @@ class RowWindows:
         weight = self.live.weight
         state = self.optimizer.state[weight]
         if not state:  # the first step of a run
-            state |= _fresh(weight)
+            state |= fresh_state(weight)
         if self.taken is None:
             self.taken = int(state["step"])
         places = np.zeros((2, self.capacity), dtype=np.int64)  # tokens and their rows; the rest stands idle
@@ -151,12 +152,6 @@ class RowWindows:
         self.place.fill_(-1)
         self.place[there[0, : len(tokens)]] = torch.arange(len(tokens), device=weight.device)
         self.batches = batches
-
-
-def _fresh(weight: Tensor) -> dict[str, Tensor]:
-    """What AdamW keeps of a weight before its first step."""
-    moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
-    return {"step": weight.new_zeros(()), **moments}
 
 
 def _tables(weight: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

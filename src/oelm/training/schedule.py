@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
+from oelm.training.own_adamw import OwnAdamW
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:
@@ -47,7 +48,7 @@ def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = F
     for name, parameter in model.named_parameters():
         groups.setdefault((scales[name], parameter.dim() >= 2), []).append(parameter)
     rate = lambda: torch.tensor(training.lr, device=device) if graphed else training.lr  # noqa: E731
-    return torch.optim.AdamW(
+    return (OwnAdamW if graphed else torch.optim.AdamW)(
         [
             {
                 "params": parameters,

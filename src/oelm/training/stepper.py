@@ -18,6 +18,7 @@ from oelm.training import fast, parallel
 from oelm.training.half import HalfWeights
 from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.objective import Batch, Objective
+from oelm.training.own_adamw import OwnAdamW, have_own_adamw
 from oelm.training.row_windows import RowWindows, make_windows
 from oelm.training.schedule import (
     clip_in_step,
@@ -118,9 +119,11 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         raw.gradient_checkpointing_enable({"use_reentrant": False})
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     total = total_steps(training, plan)
+    eager = fast.why_eager(config, state.num_processes, state.device, precision)
     paths = fast.Paths(
         padded=fast.why_padded(config, objective, raw, state.device),
-        eager=fast.why_eager(config, state.num_processes, state.device, precision),
+        eager=eager,
+        own_adamw=eager is None and precision == "bf16" and have_own_adamw(),
         own_kernels=fast.use_own_kernels(raw, config, state.device, precision),
         compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
         rows=rows,
@@ -161,25 +164,36 @@ def _graphed_step(stepper: Stepper) -> fast.GraphedStep:
     parameters = [p for p in stepper.parameters if p.requires_grad]
     scale = torch.zeros((), device=stepper.state.device)
     whole = stepper.config.training.accumulate == 1
+    clip, optimizer = stepper.config.training.clip, stepper.optimizer
     half = HalfWeights(stepper.raw, torch.bfloat16) if stepper.precision == "bf16" else None
+    assert isinstance(optimizer, OwnAdamW)
+    if half is not None:
+        optimizer.clip = clip
+        optimizer.copies = {id(own): copy for own, copy in half.trained}
 
     def compute(batch: Batch) -> Tensor:
-        if half is not None:
-            half.refresh()
         with half.installed() if half is not None else nullcontext():
             with stepper.autocast():
                 loss = stepper.objective.loss(stepper.model, batch) * scale
             loss.backward()
         if half is not None:
-            half.collect()
+            half.collect(optimizer.rooms)
+            optimizer.gather()
         return loss.detach()
 
     def finish() -> Tensor:
-        norm = clip_in_step(stepper.optimizer, parameters, stepper.config.training.clip)
-        stepper.optimizer.step()
+        if optimizer.together:
+            optimizer.step()
+            norm = optimizer.norm
+        else:
+            norm = clip_in_step(optimizer, parameters, clip)
+            optimizer.step()
+            if half is not None:
+                half.refresh()
         # What is written anew need not be zero before; what is added to must keep its place.
-        stepper.optimizer.zero_grad(set_to_none=whole)
+        optimizer.zero_grad(set_to_none=whole)
         return norm
 
     copies = [] if half is None else [copy for _, copy in half.trained]
-    return fast.GraphedStep(compute, finish, scale, whole, [*parameters, *copies])
+    follow = (lambda: None) if half is None else half.follow
+    return fast.GraphedStep(compute, finish, follow, scale, whole, [*parameters, *copies])
