@@ -5,6 +5,8 @@ import json
 import os
 import shlex
 import statistics
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -546,3 +548,13 @@ def test_made_lengths_are_those_of_reviews_and_of_sentence_pairs() -> None:
         lengths = made_lengths(kind, 20000, 512)
         assert lengths.max() <= 512
         assert lengths.mean() == pytest.approx(mean, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(RECORDS.glob("*.py")), ids=lambda path: path.name)
+def test_scripts_beside_the_records_start(script: Path) -> None:
+    """Their folder comes first where Python looks for modules: a name of theirs may hide another's."""
+    if script.name == "our_kernels.py":
+        pytest.importorskip("triton")
+    child = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert child.returncode == 0 and "usage" in child.stdout, child.stderr

@@ -245,6 +245,9 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
                     parameter.mul_(1.5)
             losses += [made.take_step(3, batches, 3)[:2]]
         assert made.optimizer.together == own
+        assert (made.optimizer.array is None) == (
+            accumulate == 1 or not own
+        )  # or it is memory held for nothing
         found.append((losses, [p.detach().clone() for p in model.parameters()]))
     (losses, weights), (others, other_weights) = found
     torch.testing.assert_close(others, losses, rtol=2e-3, atol=2e-5)

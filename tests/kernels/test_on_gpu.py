@@ -351,6 +351,9 @@ def test_recorded_steps_with_our_own_adamw(monkeypatch, deterministic, accumulat
                 parameter.mul_(1.1)
         losses.append(trained(made, batches, 20))
         assert made.optimizer.together == own and made.graphed.graphs and not made.graphed.failed
+        assert (made.optimizer.array is None) == (
+            accumulate == 1 or not own
+        )  # or it is memory held for nothing
         found.append((torch.cat(losses), list(made.raw.parameters())))
     (losses, weights), (others, other_weights) = found
     torch.testing.assert_close(losses, others, rtol=5e-3, atol=1e-3)

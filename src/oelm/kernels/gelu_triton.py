@@ -21,7 +21,7 @@ _LOG_TAIL, _COEFFICIENTS = tl.constexpr(LOG_TAIL), tl.constexpr(len(LOG_TAIL))
 
 
 def tile_for(rows: int) -> dict[str, int]:
-    """What is fastest on an H200 (benchmarks/kernels.json): few programs for few rows."""
+    """What was fastest on an H200: few programs for few rows."""
     if rows <= 2048:
         return {"ROWS": 1, "WIDTH": 1024}
     return {"ROWS": 4, "WIDTH": 512 if rows <= 16384 else 256}

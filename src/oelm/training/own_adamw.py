@@ -50,6 +50,7 @@ class OwnAdamW(torch.optim.AdamW):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weights: list[nn.Parameter] = []  # those that train
+        self.array: Tensor | None = None  # their gradients
         self.together = False  # whether their gradients lie end to end, and nothing else has one
         self.copies: dict[int, Tensor] = {}  # of weights, by their ids, to be kept up to date
         self.clip = 0.0  # the largest norm of the gradients; 0: any
@@ -62,7 +63,13 @@ class OwnAdamW(torch.optim.AdamW):
         self.array = self.weights[0].new_empty(self.total)
         return {id(weight): self._place(n) for n, weight in enumerate(self.weights)}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            self.array = None  # its memory is free for what the next step computes
+
     def _place(self, n: int) -> Tensor:
+        assert self.array is not None
         weight, first = self.weights[n], self.firsts[n]
         return self.array[first : first + weight.numel()].view_as(weight)
 
@@ -74,10 +81,12 @@ class OwnAdamW(torch.optim.AdamW):
             aligned = adamw_triton.ALIGNED
             ends = np.cumsum([-(-weight.numel() // aligned) * aligned for weight in found])
             self.weights, self.firsts, self.total = found, [0, *ends[:-1].tolist()], int(ends[-1])
-            self.rooms()
         self.together = bool(found) and list(map(id, found)) == list(map(id, self.weights))
         if not self.together:
             return
+        if self.array is None:
+            self.rooms()
+        assert self.array is not None
         placed: list[Tensor] = []
         strays: list[Tensor] = []
         for n, weight in enumerate(self.weights):
@@ -93,7 +102,7 @@ class OwnAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self.together:
             return super().step(closure)
-        assert closure is None
+        assert closure is None and self.array is not None
         group = self.param_groups[0]
         self.norm = adamw_triton.step_(
             *self._tables(), self.array, tuple(group["betas"]), group["eps"], self.clip

@@ -1,6 +1,6 @@
 """Our kernels and PyTorch's for the same, on one NVIDIA GPU.
 
-    python benchmarks/kernels.py [--rounds 7] [--json benchmarks/kernels.json]
+    python benchmarks/our_kernels.py [--rounds 7] [--json benchmarks/kernels.json]
 
 Shapes of training Medium-512 (512 wide, 8 heads of 64) in bf16. Every arm is recorded in a CUDA graph,
 several calls of it, so that launching costs nothing; the arms take turns, and medians are compared.
@@ -224,7 +224,7 @@ def main() -> None:
     found = {name: measure(make(), options.rounds) for name, make in cases.items()}
     record = {
         "what": "our kernels and PyTorch's, bf16, in CUDA graphs; attention has 8 heads of 64",
-        "command": f"python benchmarks/kernels.py --rounds {options.rounds}",
+        "command": f"python benchmarks/our_kernels.py --rounds {options.rounds}",
         "environment": environment(torch.device("cuda"), 1),
         "cases": found,
     }
