@@ -1,4 +1,4 @@
-"""Files that are either there whole or not at all: written beside, synced, renamed. And one lock."""
+"""Files that are either there whole or not at all: written beside, synced, renamed. And one lock, and names for folders."""
 
 import contextlib
 import fcntl
@@ -73,3 +73,8 @@ def lock_file(path: Path) -> IO[str]:
         file.close()
         raise
     return file
+
+
+def folder_name(name: str, most: int, also: str = "-_") -> str:
+    """A name as a folder's: letters and digits, what is in `also`, and nothing that means something there."""
+    return "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most].strip(".")

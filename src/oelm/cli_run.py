@@ -231,11 +231,18 @@ def predict(
     run: Run,
     file: Annotated[typer.FileText, typer.Argument(help="One text per line; - is standard input.")] = "-",  # type: ignore[assignment]
 ) -> None:
-    """Labels or targets for lines of text, as JSONL. Example: echo 'a fine film' | oelm predict runs/x"""
+    """Labels, tags, answers or targets for lines of text, as JSONL. Pairs and questions: text, tab, text.
+
+    Example: echo 'a fine film' | oelm predict runs/x
+    """
     from oelm.training.trained import Trained
 
+    empty = 0
     for answer in Trained(run).predict(line.rstrip("\n") for line in file):
         typer.echo(json.dumps(answer, ensure_ascii=False))
+        empty += all(value is None for key, value in answer.items() if key != "text")
+    if empty:
+        typer.echo(f"{empty} of the lines said nothing; their answers are null", err=True)
 
 
 @app.command()

@@ -81,9 +81,11 @@ def test_predict(oelm_cli, run, world):
     assert all(
         abs(sum(a["scores"].values()) - 1) < 1e-5 and a["score"] == max(a["scores"].values()) for a in answers
     )
-    (world / "lines.txt").write_text("fine\n\n")
-    code, _, err = oelm_cli("predict", run, world / "lines.txt")
-    assert (code, "line 2 is empty" in err) == (2, True)
+    (world / "lines.txt").write_text("fine\n\ndull\n   \n")
+    code, out, err = oelm_cli("predict", run, world / "lines.txt")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and "2 of the lines said nothing" in err
+    assert [a["label"] for a in answers] == ["pos", None, "neg", None] and answers[1]["scores"] is None
 
 
 def test_evaluate_and_audit(oelm_cli, run, monkeypatch):

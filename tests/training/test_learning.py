@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from oelm.config import make_config
-from oelm.data import Choice
+from oelm.data import Choice, load_task, read_references
+from oelm.data.preparation import split_chunks
 from oelm.errors import UserError
 from oelm.training.loop import train
+from oelm.training.metrics import question_answering
 from oelm.training.trained import Trained
 
 
@@ -83,6 +85,16 @@ def test_tagging_beats_the_most_frequent_tag_of_each_word(data_dir, tmp_path):
     reference = results["references"]["most_frequent_tag"]["test"]["token_accuracy"]
     assert results["test"]["metrics"]["token_accuracy"] > 0.75
     assert reference > 0.8, "and the reference it has to beat is no straw man"
+    dataset, rows = load_task("ptb-pos", data_dir=data_dir), []
+    for _, split, _, _, chunk in split_chunks(dataset, False):
+        rows += zip(chunk["tokens"], chunk["tags"], strict=True) if split == "test" else ()
+    right = []
+    answers = Trained(tmp_path / "run").predict(" ".join(words) for words, _ in rows)
+    for (words, tags), answer in zip(rows, answers, strict=True):
+        assert answer["words"] == words and len(answer["tags"]) == len(words)
+        names = [tag if isinstance(tag, str) else dataset.label_names[tag] for tag in tags]
+        right += [a == b for a, b in zip(names, answer["tags"], strict=True) if b is not None]
+    assert np.mean(right) == pytest.approx(results["test"]["metrics"]["token_accuracy"])
 
 
 def test_answers_are_learned(tmp_path):
@@ -120,6 +132,17 @@ def test_answers_are_learned(tmp_path):
     )
     assert results["metric"] == "f1"
     assert results["test"]["metrics"]["f1"] > 0.8
+    trained = Trained(tmp_path / "run")
+    known = [*read_references(trained.store({})["test"]).values()]
+    answers = [*trained.predict(f"which colour ?\t{record['context']}" for record in known)]
+    found = question_answering([record["answers"] for record in known], [a["answer"] for a in answers])
+    assert found == pytest.approx({name: results["test"]["metrics"][name] for name in found})
+    assert all(0 < a["score"] <= 1 for a in answers)
+    long = "the colour is red and " + "so it goes " * 2000  # many windows, more than a batch of them
+    (answer,) = trained.predict([f"which colour ?\t{long}"])
+    assert answer["answer"] in long
+    with pytest.raises(UserError, match="line 2: this model reads questions"):
+        [*trained.predict([f"which colour ?\t{long}", "which colour ?"])]
     options = {"max_length": 48, "steps": 2, "label_smoothing": 0.1}
     with pytest.raises(UserError, match="label smoothing is not for question answering"):
         run("squad", tmp_path / "smooth", tmp_path / "data", tmp_path / "cache", **options)

@@ -34,14 +34,14 @@ def write_questions(
     with split_writers(folder, dtypes) as writers, reference_files(folder, SPLITS[1:]) as references:
         for part, split, rows, ids, chunk in split_chunks(dataset, show):
             given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
-            answers = [_answers(part, row, context, found) for row, context, found in given]
-            windows = _windows(encoder, chunk, ids, answers)
+            answers = [_answers(part, row, context, right) for row, context, right in given]
+            found = windows(encoder, chunk["question"], chunk["context"], ids, answers)
             if split in references:
                 _write_references(references[split], ids, chunk, answers)
             else:
-                del windows["chars_from"], windows["chars_to"]
+                del found["chars_from"], found["chars_to"]
             size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
-            writers[split].append(bytes=size, **windows)
+            writers[split].append(bytes=size, **found)
         return {split: writer.close() for split, writer in writers.items()}
 
 
@@ -69,9 +69,14 @@ def _answers(part: Part, row: int, context: str, answers: Any) -> list[tuple[int
     return spans
 
 
-def _windows(
-    encoder: Encoder, chunk: dict[str, list[Any]], ids: np.ndarray, answers: list[list[tuple[int, int]]]
+def windows(
+    encoder: Encoder,
+    questions: list[str],
+    contexts: list[str],
+    ids: np.ndarray,
+    answers: list[list[tuple[int, int]]],
 ) -> dict[str, Any]:
+    """The columns of all windows: each question with as much of its document as there is room for."""
     before, between, after = encoder.pair
     absent = (
         0 if before else IGNORE
@@ -79,9 +84,8 @@ def _windows(
     columns: dict[str, list[Any]] = {
         name: [] for name in ("tokens", "lengths", "ids", "second", "starts", "ends", "context", "chars")
     }
-    questions = encoder.ids(chunk["question"])
     for question, (tokens, chars), row, spans in zip(
-        questions, encoder.seconds_with_places(chunk["context"]), ids, answers, strict=True
+        encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True
     ):
         room = encoder.max_length - len(before) - len(between) - len(after)
         question = question[: min(QUESTION, room // 2)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm.atomic import folder_name
 from oelm.data.catalogue import CLASSIFICATION, LM, QA, SEQ2SEQ, TOKENS
 from oelm.data.dataset import SPLITS, Dataset, Part, item_texts
 from oelm.data.files import Chunk
@@ -52,7 +53,7 @@ def prepare(
         splits = _write(dataset, used, max_length, max_target_length, folder, show_progress)
         return _manifest(dataset, tokenizer, used, max_length, max_target_length, splits)
 
-    return cached_store(cache_dir(cache), _safe(dataset.name), fingerprint, make)
+    return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
 
 
 def _write(
@@ -188,8 +189,3 @@ def _manifest(
         "duplicates": dataset.duplicates,
         "warnings": warnings,
     }
-
-
-def _safe(name: str) -> str:
-    """A data set's name as part of a folder's name."""
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from oelm.atomic import lock_file, read_json, write_json, write_text
+from oelm.atomic import folder_name, lock_file, read_json, write_json, write_text
 from oelm.config import MethodConfig, RunConfig, read_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
@@ -78,11 +78,8 @@ class Setting:
 def run_folder(task: str, cell: Cell, key: str) -> Path:
     """Where a run lies in its study: readable, and its own whatever else changes."""
     part = "choice" if cell.choosing else "measured"
-    return Path("runs", _safe(task), _safe(cell.method), f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
-
-
-def _safe(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_.=" else "-" for letter in name)[:80].strip(".")
+    names = (folder_name(name, 80, also="-_.=") for name in (task, cell.method))
+    return Path("runs", *names, f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
 
 
 class StudyFolder:

@@ -327,21 +327,13 @@ class Questions(Objective):
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         out = model(**batch.inputs)
-        position = torch.arange(out.start_logits.shape[1], device=out.start_logits.device)
-        in_context = (position >= batch.targets["context"][:, None]) & batch.inputs["attention_mask"].bool()
-        start = out.start_logits.float().masked_fill(~in_context, -1e9)
-        end = out.end_logits.float().masked_fill(~in_context, -1e9)
-        # The best pair start <= end < start + longest_answer of every window.
-        both = start[:, :, None] + end[:, None, :]
-        width = position[None, :] - position[:, None]
-        both = both.masked_fill((width < 0) | (width >= self.longest_answer), -2e9).flatten(1)
-        score, place = both.max(1)
-        length = start.shape[1]
+        mask, context = batch.inputs["attention_mask"], batch.targets["context"]
+        score, _, start, end = best_spans(out, mask, context, self.longest_answer)
         return self._loss(out, batch), {
             "items": batch.targets["items"].cpu().numpy(),
             "scores": score.cpu().numpy(),
-            "starts": (place // length).cpu().numpy(),
-            "ends": (place % length).cpu().numpy(),
+            "starts": start.cpu().numpy(),
+            "ends": end.cpu().numpy(),
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
@@ -357,6 +349,23 @@ class Questions(Objective):
             answers.append(answer_text(part, item, start, end, references))
             right.append(references[question]["answers"])
         return Measured({"loss": loss_sum / count, **metrics.question_answering(right, answers)}, arrays)
+
+
+def best_spans(
+    out: Any, mask: Tensor, context: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every window the likeliest answer within the document, which begins at `context`: its score, its
+    probability, its first and its last token."""
+    position = torch.arange(out.start_logits.shape[1], device=out.start_logits.device)
+    in_context = (position >= context[:, None]) & mask.bool()
+    start = out.start_logits.float().masked_fill(~in_context, -1e9)
+    end = out.end_logits.float().masked_fill(~in_context, -1e9)
+    both = start[:, :, None] + end[:, None, :]
+    width = position[None, :] - position[:, None]
+    both = both.masked_fill((width < 0) | (width >= longest), -2e9).flatten(1)
+    score, place = both.max(1)
+    probability = (score - start.logsumexp(1) - end.logsumexp(1)).exp()
+    return score, probability, place // start.shape[1], place % start.shape[1]
 
 
 def make_objective(store: Store, window: int, label_smoothing: float, class_weights: str) -> Objective:

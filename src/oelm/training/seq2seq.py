@@ -4,13 +4,10 @@ A target is learned token by token, and measured by the text the model writes by
 every time, until it ends or is longer than any target of the train split.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -18,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
 from oelm.data import IGNORE, Plan, Store, read_references
-from oelm.data.tokenizer import Encoder, boundary_id, pad_id
+from oelm.data.tokenizer import boundary_id
 from oelm.errors import UserError
 from oelm.training import metrics
 from oelm.training.objective import Batch, Measured, Objective, token_loss
@@ -88,26 +85,6 @@ def write(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Tensor], **o
         register_fsdp_forward_method(model, "generate")
     ids = model.generate(**inputs, synced_gpus=sharded, **options)  # type: ignore[operator]
     return tokenizer.backend_tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True)
-
-
-def write_lines(
-    model: PreTrainedModel, tokenizer: Any, lines: Iterator[str], max_length: int, **options: Any
-) -> Iterator[tuple[str, str]]:
-    """Each line with what the model writes for it."""
-    encoder = Encoder(tokenizer, max_length)
-    first = 1
-    while group := [*islice(lines, TEXTS)]:
-        for number, line in enumerate(group, first):
-            if not line.strip():
-                raise UserError(f"line {number} is empty: there is nothing to write from")
-        first += len(group)
-        tokens, lengths, _ = encoder.texts(group)
-        real = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.full(real.shape, pad_id(tokenizer), dtype=np.int64)
-        ids[real] = tokens
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(real).long()}
-        moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        yield from zip(group, write(model, tokenizer, moved, **options), strict=True)
 
 
 def set_writing(model: PreTrainedModel, store: Store) -> None:

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -18,7 +16,7 @@ from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
 from oelm.data.catalogue import LM, SEQ2SEQ
-from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id
+from oelm.data.tokenizer import load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
 from oelm.pretrained import load_as_saved, load_config
@@ -28,12 +26,11 @@ from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.language_quality import Writing, check_language_model, generation_quality
 from oelm.training.lineage import check_start, model_folder
+from oelm.training.lines import Targets, answer_lines
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
-from oelm.training.seq2seq import write_lines
 from oelm.training.zero_shot import make_question, read_items, zero_shot
 
-TEXTS = 32  # per batch of predictions
 LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
 
 
@@ -133,63 +130,16 @@ class Trained:
         return min(LONGEST, int(getattr(self.model.config, "max_position_embeddings", 512)))
 
     @property
-    def pairs(self) -> bool:
-        """Whether the model was trained on pairs of texts."""
-        return bool(getattr(self.model.config, "text_pairs", False))
-
-    @property
     def writes(self) -> bool:
         """Whether the model reads a source and writes a target for it."""
         return bool(self.model.config.is_encoder_decoder and self.model.can_generate())
 
     def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """For each line the most likely label, its probability, and those of the others; or the target.
+        """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
 
-        Where the model reads pairs, a line is two texts with a tab between them.
+        Where the model reads pairs, or questions, a line is two texts with a tab between them.
         """
-        if self.writes:
-            for line, target in write_lines(self.model, self.tokenizer, iter(lines), self.max_length):
-                yield {"text": line, "target": target}
-            return
-        if "SequenceClassification" not in type(self.model).__name__:
-            raise UserError(f"a {type(self.model).__name__} does not predict labels of texts")
-        encoder = Encoder(self.tokenizer, self.max_length)
-        names = self.model.config.id2label
-        remaining, first = iter(lines), 0
-        while group := [*islice(remaining, TEXTS)]:
-            scores = self._scores(encoder, group, first)
-            first += len(group)
-            for line, row in zip(group, scores, strict=True):
-                best = int(row.argmax())
-                yield {
-                    "text": line,
-                    "label": names[best],
-                    "score": float(row[best]),
-                    "scores": {names[i]: float(value) for i, value in enumerate(row)},
-                }
-
-    @torch.no_grad()
-    def _scores(self, encoder: Encoder, lines: list[str], first: int) -> np.ndarray:
-        if self.pairs:
-            parts = [line.split("\t") for line in lines]
-            for offset, part in enumerate(parts):
-                if len(part) != 2:
-                    raise UserError(f"line {first + offset + 1}: this model reads pairs: text, tab, text")
-            tokens, lengths, second, _ = encoder.pairs([p[0] for p in parts], [p[1] for p in parts])
-        else:
-            tokens, lengths, _ = encoder.texts(lines)
-            second = None
-        if not lengths.min():
-            empty = int(np.flatnonzero(lengths == 0)[0])
-            raise UserError(f"line {first + empty + 1} is empty: there is nothing to predict from")
-        real = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.full(real.shape, pad_id(self.tokenizer), dtype=np.int64)
-        ids[real] = tokens
-        inputs = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
-        if second is not None and encoder.typed:
-            inputs["token_type_ids"] = ((np.arange(lengths.max()) >= second[:, None]) & real).astype(np.int64)
-        tensors = {key: torch.from_numpy(value).to(self.device) for key, value in inputs.items()}
-        return self.model(**tensors).logits.float().softmax(-1).cpu().numpy()
+        return answer_lines(self.model, self.tokenizer, self.max_length, lines)
 
     def store(self, changes: dict[str, Any]) -> Store:
         """The run's data, or other data read the same way, under the model's own tokenizer."""
@@ -277,8 +227,10 @@ class Trained:
         if self.writes:
             torch.manual_seed(seed)
             chosen["max_new_tokens"] = new_tokens
-            lines = write_lines(self.model, self.tokenizer, iter([prompt]), self.max_length, **chosen)
-            return next(lines)[1]
+            if not prompt.strip():
+                raise UserError("the prompt is empty: there is nothing to write from")
+            reader = Targets(self.model, self.tokenizer, self.max_length)
+            return str(next(reader.answers([(1, prompt)], **chosen))["target"])
         prompt = prompt or self.tokenizer.bos_token
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
         room = self._positions() - ids.shape[1]
