@@ -1,4 +1,4 @@
-"""Files that are either there whole or not at all: written beside, synced, renamed. And one lock, and names for folders."""
+"""Files that are either there whole or not at all: written beside, synced, renamed. One lock, and names."""
 
 import contextlib
 import fcntl
