@@ -40,23 +40,27 @@ class HalfWeights:
                 if id(own) not in copies:
                     copies[id(own)] = own, nn.Parameter(own.detach().to(dtype), own.requires_grad)
                 self.places.append((module, name, own, copies[id(own)][1]))
-        self.trained = [(own, copy) for own, copy in copies.values() if own.requires_grad]
+        self.pairs = list(copies.values())
+        self.trained = [(own, copy) for own, copy in self.pairs if own.requires_grad]
         self.versions = self._versions()
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Take over what the optimizer did."""
-        if self.trained:
-            torch._foreach_copy_([copy for _, copy in self.trained], [own for own, _ in self.trained])
-        self.versions = self._versions()
+        self._copy(self.trained)
 
     def follow(self) -> None:
         """Take over what others did, such as loading weights. A recorded step does not show here."""
         if self.versions != self._versions():
-            self.refresh()
+            self._copy(self.pairs)
+
+    @torch.no_grad()
+    def _copy(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
+        if pairs:
+            torch._foreach_copy_([copy for _, copy in pairs], [own for own, _ in pairs])
+        self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [own._version for own, _ in self.trained]
+        return [own._version for own, _ in self.pairs]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
