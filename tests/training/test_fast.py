@@ -1,5 +1,7 @@
 """The fast paths compute what the plain ones do. Graphs need a GPU; all that surrounds them does not."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,34 @@ def test_half_precision_copies_hold_what_autocast_makes(store):
     assert torch.equal(model.classifier.weight.grad, half_loss)
 
 
+@pytest.mark.parametrize("which", ["all", "frozen", "trained"])
+def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which):
+    """As a step that is made of those weights does."""
+    monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
+    settings, task = config(precision="bf16", batch_size=16, epochs=1), objective(store)
+    settings.method.name = "oelm"
+    batches = task.plan("train", 16, None, 1).epoch(0)
+
+    def made(model):
+        stepper = make_stepper(settings, task, model, process_state())
+        stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
+        stepper.graphed = _graphed_step(stepper)
+        model.train()
+        return stepper
+
+    model, _ = build_model(settings, store, task.auto_class)
+    stepper = made(model)
+    before = [float(stepper.take_step(k, batches, k)[0]) for k in range(2)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if which == "all" or parameter.requires_grad == (which == "trained"):
+                parameter.mul_(1.5)
+    other = copy.deepcopy(model)
+    loss = stepper.take_step(2, batches, 0)[0]
+    assert torch.equal(loss, made(other).take_step(2, batches, 0)[0])
+    assert float(loss) != before[0]
+
+
 def test_clipping_inside_the_optimizer_is_clipping():
     generator = torch.Generator().manual_seed(0)
     values, grads = (
@@ -189,10 +219,12 @@ def test_why_a_run_is_not_fast_is_said(store):
     assert "off" in fast.why_padded(config(fast=False), task, model, GPU)
     dropped, _ = build_model(config(model={"attention_dropout": 0.1}), store, task.auto_class)
     assert "0.1" in fast.why_padded(config(), task, dropped, GPU)
-    assert fast.why_eager(config(), 1, GPU, "bf16") is None
-    assert "processes" in fast.why_eager(config(), 2, GPU, "bf16")
-    assert "fp16" in fast.why_eager(config(), 1, GPU, "fp16")
-    assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), 1, GPU, "bf16")
+    assert fast.why_eager(config(), model, 1, GPU, "bf16") is None
+    assert "processes" in fast.why_eager(config(), model, 2, GPU, "bf16")
+    assert "fp16" in fast.why_eager(config(), model, 1, GPU, "fp16")
+    assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), model, 1, GPU, "bf16")
+    model.layerdrop = 0.1
+    assert "dropped" in fast.why_eager(config(), model, 1, GPU, "bf16")
 
 
 def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):

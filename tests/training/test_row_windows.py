@@ -18,8 +18,9 @@ from oelm.training.checkpoint import capture
 from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.loop import train
 from oelm.training.objective import make_objective
+from oelm.training.own_adamw import coast
 from oelm.training.parallel import process_state
-from oelm.training.row_windows import RowWindows, coast
+from oelm.training.row_windows import RowWindows
 from tests.data.made import write_csv
 
 WORDS = 600

@@ -94,8 +94,11 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         parameter, short = names[name], live.get(name)
         value = short.narrowed(value) if short and value.dim() else value
         placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
-        # A copy: what is read from a file may still be that file, and checkpoints are deleted in time.
-        optimizer.state[parameter][moment] = placed.clone()
+        state = optimizer.state[parameter]
+        if moment in state:  # where it is, it may be part of a recorded step
+            state[moment].copy_(placed)
+        else:  # a copy: what is read from a file may still be that file, and checkpoints are deleted in time
+            state[moment] = placed.clone()
 
 
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:

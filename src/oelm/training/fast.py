@@ -66,7 +66,9 @@ def why_padded(config: RunConfig, objective: Objective, model: nn.Module, device
     return None
 
 
-def why_eager(config: RunConfig, processes: int, device: torch.device, precision: str) -> str | None:
+def why_eager(
+    config: RunConfig, model: nn.Module, processes: int, device: torch.device, precision: str
+) -> str | None:
     """Why a step is not a CUDA graph in this run; None where it is."""
     if not config.training.fast:
         return "training.fast is off"
@@ -78,6 +80,8 @@ def why_eager(config: RunConfig, processes: int, device: torch.device, precision
         return "fp16 skips steps"
     if config.training.gradient_checkpointing:
         return "gradient checkpointing draws its random numbers twice"
+    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        return "layers are dropped anew at every step"
     return None
 
 

@@ -49,7 +49,8 @@ class HalfWeights:
         self._copy(self.trained)
 
     def follow(self) -> None:
-        """Take over what others did, such as loading weights. A recorded step does not show here."""
+        """Take over what others did, such as loading weights. A recorded step does not show here, nor does
+        what is done through `.data`."""
         if self.versions != self._versions():
             self._copy(self.pairs)
 

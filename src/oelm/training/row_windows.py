@@ -10,7 +10,7 @@ row takes the same steps, in the same order, with the same arithmetic; only when
 Whoever wants the embedding itself, to evaluate or to save it, calls `fold` before.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,18 +19,12 @@ from torch import Tensor, nn
 from oelm.data import Epoch, Plan, Split, Store
 from oelm.data.batches import ranges
 from oelm.training.objective import pinned
-from oelm.training.own_adamw import fresh_state
+from oelm.training.own_adamw import coast, fresh_state
 
 if TYPE_CHECKING:
     from oelm.training.live_rows import LiveEmbedding
 
-try:
-    from oelm.kernels.adamw_triton import coast_
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    coast_ = None  # type: ignore[assignment]
-
 STEPS = 16  # of a window, at most
-CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
 SHARE = 4  # the table has one row for so many of the embedding, at most, but enough for any batch
 VECTOR = 16  # numbers that a processor's instruction takes at once, at most
 ROOM = 1.25  # how many more rows it has than the first windows need
@@ -104,7 +98,8 @@ class RowWindows:
 
     def count(self, rate: float) -> None:
         """A step was taken."""
-        self.missed.append(rate * float(self.group.get("scale", 1.0)))
+        rate *= float(self.group.get("scale", 1.0))
+        self.missed.append(float(np.float32(rate)) if isinstance(self.group["lr"], Tensor) else rate)
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -157,35 +152,3 @@ class RowWindows:
 def _tables(weight: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """What has a row for every row of an embedding."""
     return weight, state["exp_avg"], state["exp_avg_sq"]
-
-
-def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tensor:
-    """What `coast_` wants to know of every step."""
-    beta1, beta2 = group["betas"]
-    numbers = range(taken + 1, taken + len(rates) + 1)
-    return torch.tensor(
-        [
-            (rate * group["weight_decay"], rate / (1 - beta1**n), (1 - beta2**n) ** 0.5)
-            for n, rate in zip(numbers, rates, strict=True)
-        ]
-    )
-
-
-def coast(
-    weight: Tensor, mean: Tensor, square: Tensor, rates: list[float], taken: int, group: dict[str, Any]
-) -> None:
-    """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far."""
-    (beta1, beta2), eps = group["betas"], group["eps"]
-    if weight.is_cuda and coast_ is not None:
-        steps = pinned(coefficients(rates, taken, group), weight.device)
-        coast_(weight, mean, square, steps.to(weight.device, non_blocking=True), beta1, beta2, eps)
-        return
-    counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
-    nothing = weight.new_zeros(min(CHUNK, weight.numel()))
-    for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
-        for count, rate in zip(counts, rates, strict=True):
-            torch._fused_adamw_(
-                [w], [nothing[: len(w)]], [m], [v], [], [count],
-                lr=rate, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=eps,
-                amsgrad=False, maximize=False,
-            )  # fmt: skip

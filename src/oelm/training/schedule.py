@@ -40,8 +40,9 @@ def learning_rate(training: TrainingConfig, step: int, total: int) -> float:
 
 def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = False) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
-    given state, and one that is unfrozen later trains. Vectors (norms, biases) are not decayed. In a CUDA
-    graph (`graphed`) the rate is a tensor that is filled before every step: see `set_rate`."""
+    given state, and one that is unfrozen later trains (but in steps that were recorded before). Vectors
+    (norms, biases) are not decayed. In a CUDA graph (`graphed`) the rate is a tensor that is filled before
+    every step: see `set_rate`."""
     device = next(model.parameters()).device
     scales = layer_scales(model, training.layer_decay)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}

@@ -18,7 +18,7 @@ from oelm.training import fast, parallel
 from oelm.training.half import HalfWeights
 from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.objective import Batch, Objective
-from oelm.training.own_adamw import OwnAdamW, have_own_adamw
+from oelm.training.own_adamw import OwnAdamW, can_be_own
 from oelm.training.row_windows import RowWindows, make_windows
 from oelm.training.schedule import (
     clip_in_step,
@@ -119,11 +119,11 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         raw.gradient_checkpointing_enable({"use_reentrant": False})
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     total = total_steps(training, plan)
-    eager = fast.why_eager(config, state.num_processes, state.device, precision)
+    eager = fast.why_eager(config, raw, state.num_processes, state.device, precision)
     paths = fast.Paths(
         padded=fast.why_padded(config, objective, raw, state.device),
         eager=eager,
-        own_adamw=eager is None and precision == "bf16" and have_own_adamw(),
+        own_adamw=eager is None and precision == "bf16" and can_be_own(raw.parameters()),
         own_kernels=fast.use_own_kernels(raw, config, state.device, precision),
         compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
         rows=rows,
