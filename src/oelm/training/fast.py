@@ -22,7 +22,7 @@ from oelm.training.objective import Batch, Classification, Objective, pinned
 from oelm.training.parallel import DTYPES
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
-# Tokens. On an H200 compiling takes 10 to 35 s and saves 0.02 to 0.09 us a token: `ours` and `ours-short-run`
+# Tokens. On an H200 compiling takes 10 to 35 s and saves 0.02 to 0.08 us a token: `ours` and `ours-short-run`
 # in benchmarks/h200.json.
 COMPILE_FROM = 300_000_000
 # All blocks share one code, which is compiled anew for the first, the last and the others, with gradients and
