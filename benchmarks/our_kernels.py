@@ -210,6 +210,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("kernels.json"))
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU")
     torch.manual_seed(0)
     cases: dict[str, Callable[[], dict[str, Arm]]]
     cases = {

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -468,11 +469,32 @@ def test_no_number_of_a_record_is_cut() -> None:
         (["--work", "lm", "--rest", "-1"], "0 or more"),
         (["--work", "lm", "--rest", "nan"], "0 or more"),
         (["--read", str(RECORDS / "h200.json"), "--json", "b.json"], "one that is measured"),
+        (["--json", str(RECORDS)], "is a folder; name a file"),
+        ([*TINY, "--work", "lm", "--leave-out", "ours,hf-lm,hf-lm-compiled,nanogpt"], "nothing to measure"),
+        (["--data", str(RECORDS / "h200.json")], "is not a prepared data set"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> None:
     result = bench(*arguments)
     assert isinstance(result.exception, UserError) and message in str(result.exception)
+
+
+def test_the_first_interrupt_ends_in_good_order(tmp_path: Path) -> None:
+    words = [*TINY, "--work", "freezing,lengths", "--rounds", "100000", "--json", str(tmp_path / "b.json")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "oelm", "bench", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stderr is not None
+    for line in child.stderr:
+        if "oelm-value-only: ready" in line:
+            child.send_signal(signal.SIGINT)
+            break
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 130 and "stopping after this round" in err
+    assert "not run, the time was up" in err and "Ratios of the medians" in out
+    (case,) = json.loads((tmp_path / "b.json").read_text())["cases"]
+    assert all(arm["windows"] for arm in case["arms"])
 
 
 def test_a_gpus_clock_and_power_are_read_from_nvidia_smi(

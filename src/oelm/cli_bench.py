@@ -1,7 +1,11 @@
 """The verb bench: speed and memory on this machine, against peers."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Annotated, Any
 
 import typer
@@ -76,17 +80,42 @@ def bench(
     for path in (json_file, chart):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+        if path is not None and path.is_dir():
+            raise UserError(f"{path} is a folder; name a file")
     if chart is not None and find_spec("matplotlib") is None:
         raise UserError(
             "--chart needs matplotlib; without it, keep the record with --json and --read it elsewhere"
         )
-    record = measured(given, json_file) if read is None else read_record(read)
+    stopped = Event()
+    with _first_interrupt(stopped):
+        record = measured(given, json_file, stopped) if read is None else read_record(read)
     if chart is not None:
         draw_chart(record, chart)
     print_record(record)
+    if stopped.is_set():
+        raise typer.Exit(130)
 
 
-def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
+@contextmanager
+def _first_interrupt(stopped: Event) -> Iterator[None]:
+    """Let the first Ctrl-C end the work in good order; the next one is as usual."""
+
+    def stop(*_: object) -> None:
+        typer.echo("stopping after this round; Ctrl-C again stops at once, without a record", err=True)
+        stopped.set()
+        signal.signal(signal.SIGINT, before)
+
+    if current_thread() is not main_thread():  # only there can signals be handled
+        yield
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> dict[str, Any]:
     """Run the benchmark the flags ask for; what they leave open depends on the machine."""
     from oelm.bench.cases import WORKS, Settings
     from oelm.bench.run import run_bench
@@ -113,7 +142,8 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
         profile=given["profile"],
         stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
     )
-    return run_bench(settings, device, lambda text: typer.echo(text, err=True), json_file)
+    say = lambda text: typer.echo(text, err=True)  # noqa: E731
+    return run_bench(settings, device, say, json_file, stopped.is_set)
 
 
 def _parts(text: str) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,7 +230,9 @@ def evaluate(
 @app.command()
 def predict(
     run: Run,
-    file: Annotated[typer.FileText, typer.Argument(help="One text per line; - is standard input.")] = "-",  # type: ignore[assignment]
+    file: Annotated[
+        typer.FileBinaryRead, typer.Argument(help="One text per line; - is standard input.")
+    ] = "-",  # type: ignore[assignment]
 ) -> None:
     """Labels, tags, answers or targets for lines of text, as JSONL. Pairs and questions: text, tab, text.
 
@@ -238,11 +241,20 @@ def predict(
     from oelm.training.trained import Trained
 
     empty = 0
-    for answer in Trained(run).predict(line.rstrip("\n") for line in file):
+    for answer in Trained(run).predict(_texts(file)):
         typer.echo(json.dumps(answer, ensure_ascii=False))
         empty += all(value is None for key, value in answer.items() if key != "text")
     if empty:
         typer.echo(f"{empty} of the lines said nothing; their answers are null", err=True)
+
+
+def _texts(file: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a file, without the mark that some programs write at its beginning."""
+    for number, line in enumerate(file, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise UserError(f"line {number} is not text in UTF-8") from None
 
 
 @app.command()

@@ -137,11 +137,12 @@ class TrainingConfig:
             "accumulate",
             "keep",
             "log_every",
+            "eps",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"training.{name} must be positive, not {value}")
-        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping", "eps"):
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"training.{name} must not be negative, but is {getattr(self, name)}")
         for name in ("label_smoothing", "chance_after"):

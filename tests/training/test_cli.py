@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from oelm.training.trained import Trained
 from tests.command_line import caller
 from tests.training.test_parallel import rows
 
@@ -86,6 +87,32 @@ def test_predict(oelm_cli, run, world):
     answers = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and "2 of the lines said nothing" in err
     assert [a["label"] for a in answers] == ["pos", None, "neg", None] and answers[1]["scores"] is None
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "labels", "error"),
+    [
+        (b"\xef\xbb\xbffine great\r\ndull grey", ["pos", "neg"], ""),
+        (b"fine great\ncaf\xe9\n", ["pos"], "line 2 is not text in UTF-8"),
+        ("fine great".encode("utf-16"), [], "line 1 is not text in UTF-8"),
+        (b"", [], ""),
+    ],
+)
+def test_predict_reads_what_files_hold(oelm_cli, run, world, bytes_, labels, error):
+    (world / "lines.txt").write_bytes(bytes_)
+    code, out, err = oelm_cli("predict", run, world / "lines.txt")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["label"] for answer in answers] == labels
+    assert (code, error in err) == (2 if error else 0, True)
+    assert all(answer["text"] in ("fine great", "dull grey") for answer in answers)
+
+
+def test_a_saved_model_reads_as_far_as_its_run_did(run, world):
+    by_run, by_model = Trained(run), Trained(run / "model")
+    assert by_run.max_length == by_model.max_length == by_run.config.task.max_length < 512
+    long = " ".join(["fine", "dull", "grey"] * 300)
+    assert list(by_run.predict([long])) == list(by_model.predict([long]))
+    assert f"cut at {by_run.max_length} tokens" in (run / "model" / "README.md").read_text()
 
 
 def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
@@ -209,9 +236,16 @@ def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):
     assert oelm_cli("train", "--data", "pairs", "--steps", "2", "--out", "runs/pairs")[0] == 0
     (world / "lines.txt").write_text("one\tfine\n")
     assert oelm_cli("predict", "runs/pairs", "lines.txt")[0] == 0
-    (world / "lines.txt").write_text("one fine\n")
-    code, _, err = oelm_cli("predict", "runs/pairs/model", "lines.txt")
-    assert code == 2 and "this model reads pairs" in err
+    for line, fault in (
+        ("one fine", "is no tab"),
+        ("one\tfine\tday", "are 2 tabs"),
+        ("\tfine", "nothing stands before"),
+        ("one\t ", "nothing stands after"),
+    ):
+        (world / "lines.txt").write_text(f"one\tfine\n\n{line}\none\tfine\n")
+        code, out, err = oelm_cli("predict", "runs/pairs/model", "lines.txt")
+        assert code == 2 and "line 3 is not a pair" in err and fault in err
+        assert len(out.splitlines()) == 2  # what comes before is answered
 
 
 def test_damage_is_told_in_one_line(oelm_cli, run, world):

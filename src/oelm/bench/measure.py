@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from oelm.bench.load import Load
 from oelm.bench.watch import Watch
 
+QUIET = 10.0  # seconds between words about how far the rounds are
 LEAD_IN = 3  # a third of a window's steps are taken before it
 
 
@@ -209,7 +210,7 @@ def measure(
     gc.disable()  # it would leave the device idle now and then
     try:
         with Watch(device) as watch:
-            _take_turns(arms, found, rounds, rest, time_left, watch)
+            _take_turns(arms, found, rounds, rest, time_left, watch, say)
     finally:
         gc.enable()
     for name, arm in arms.items():
@@ -231,10 +232,15 @@ def _take_turns(
     rest: float,
     time_left: Callable[[], bool],
     watch: Watch,
+    say: Callable[[str], None],
 ) -> None:
+    began = said = time.perf_counter()
     for number in range(rounds):
         if number and not time_left():
             break
+        if number and time.perf_counter() - said > QUIET:
+            said = time.perf_counter()
+            say(f"  round {number} of {rounds}, {(said - began) / number * (rounds - number):.0f} s left")
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             time.sleep(rest)

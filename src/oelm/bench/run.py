@@ -14,6 +14,7 @@ from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
 from oelm.bench.profile import profiled
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
+from oelm.errors import UserError
 from oelm.training.fast import RECOMPILE_LIMIT
 
 
@@ -22,8 +23,10 @@ def run_bench(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
     json_file: Path | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Measure every case asked for. With `json_file` the record is written after each of them."""
+    """Measure every case asked for. With `json_file` the record is written after each of them. `stopped` is
+    asked before every round; once it says so, what is measured by then is all."""
     began = time.monotonic()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # arms share the code of their blocks
     # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
@@ -31,12 +34,17 @@ def run_bench(
     torch._functorch.config.enable_autograd_cache = False
 
     def time_left() -> bool:
+        if stopped():
+            return False
         return settings.stop_after is None or time.monotonic() - began < settings.stop_after
 
     records: list[dict[str, Any]] = []
     for case in make_cases(settings, device):
         if not case.arms:
             continue
+        if records and not time_left():
+            say(f"{case.work}: {case.name} and what comes after it: not run, the time was up")
+            break
         say(f"{case.work}: {case.name}, {case.batch_size} texts of up to {case.length} tokens a step")
         products: dict[str, Maker] = {PEAK: lambda: square_product(device)}
         if case.work == "freezing":
@@ -48,4 +56,9 @@ def run_bench(
         torch.compiler.reset()
         if json_file is not None:
             write_json(json_file, full_record(settings, records, device))
+    if not records:
+        raise UserError(
+            f"nothing to measure: of --work {','.join(settings.work)} no arm is left that fits --data and is "
+            "not in --leave-out"
+        )
     return full_record(settings, records, device)

@@ -141,7 +141,7 @@ def open_store(folder: str | Path) -> Store:
     folder = Path(folder)
     try:
         meta = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None

@@ -16,23 +16,34 @@ from oelm.training.objective import Questions, best_spans
 from oelm.training.seq2seq import write
 
 TEXTS = 32  # per batch
-Line = tuple[int, str]  # its number, counted from 1, and what it says
 
 
 def answer_lines(
     model: Any, tokenizer: Any, max_length: int, lines: Iterable[str]
 ) -> Iterator[dict[str, Any]]:
-    """For every line one answer; for an empty line one that says nothing."""
+    """For every line one answer; for an empty line one that says nothing. Where a line cannot be read, all
+    before it are answered first."""
     reader = _reader_of(model)(model, tokenizer, max_length)
-    remaining, first = iter(lines), 1
-    while group := [*islice(remaining, TEXTS)]:
-        asked = [line for line in enumerate(group, first) if reader.reads(line[1])]
-        found = dict(
-            zip([number for number, _ in asked], reader.answers(asked) if asked else (), strict=True)
-        )
-        for number, line in enumerate(group, first):
-            yield {"text": line, **found.get(number, dict.fromkeys(reader.says))}
-        first += len(group)
+    remaining = enumerate(lines, 1)
+    refused: UserError | None = None
+    while refused is None:
+        group: list[str] = []
+        try:
+            for number, line in islice(remaining, TEXTS):
+                if line.strip() and (problem := reader.problem(line)):
+                    raise UserError(f"line {number} {problem}")
+                group.append(line)
+        except UserError as error:
+            refused = error
+        if not group:
+            break
+        read = [reader.reads(line) for line in group]
+        asked = [line for line, there in zip(group, read, strict=True) if there]
+        answers = iter(reader.answers(asked) if asked else ())
+        for line, there in zip(group, read, strict=True):
+            yield {"text": line, **(next(answers) if there else dict.fromkeys(reader.says))}
+    if refused is not None:
+        raise refused
 
 
 class Reader(ABC):
@@ -48,8 +59,12 @@ class Reader(ABC):
         """Whether anything stands there, for a reader and for the tokenizer."""
         return bool(line.strip() and self.encoder.ids([line])[0])
 
+    def problem(self, line: str) -> str:
+        """Why a line cannot be read; empty where it can."""
+        return ""
+
     @abstractmethod
-    def answers(self, lines: list[Line]) -> Iterable[dict[str, Any]]: ...
+    def answers(self, lines: list[str]) -> Iterable[dict[str, Any]]: ...
 
     def inputs(self, tokens: np.ndarray, lengths: np.ndarray, second: Any = None) -> dict[str, Tensor]:
         """Texts that lie end to end as a padded batch; `second`: where the second segment of each begins."""
@@ -62,28 +77,30 @@ class Reader(ABC):
             arrays["token_type_ids"] = ((place >= second[:, None]) & real).astype(np.int64)
         return {name: torch.from_numpy(array).to(self.model.device) for name, array in arrays.items()}
 
-    def halves(self, lines: list[Line], what: str) -> tuple[list[str], list[str]]:
-        """The two texts of every line, which have a tab between them."""
-        parts = [line.split("\t") for _, line in lines]
-        for (number, _), part in zip(lines, parts, strict=True):
-            if len(part) != 2 or not part[1].strip():
-                raise UserError(f"line {number}: this model reads {what}")
-        return [part[0] for part in parts], [part[1] for part in parts]
-
 
 class Labels(Reader):
     """The most likely label of a text, or of a pair, its probability, and those of the others."""
 
     says = ("label", "score", "scores")
 
+    @property
+    def pairs(self) -> bool:
+        return bool(getattr(self.model.config, "text_pairs", False))
+
+    def problem(self, line: str) -> str:
+        halves = line.split("\t")
+        if not self.pairs or (len(halves) == 2 and all(half.strip() for half in halves)):
+            return ""
+        return f"is not a pair: this model reads text, tab, text, and here {_fault(halves)}"
+
     @torch.no_grad()
-    def answers(self, lines: list[Line]) -> Iterator[dict[str, Any]]:
+    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
         second = None
-        if getattr(self.model.config, "text_pairs", False):
-            halves = self.halves(lines, "pairs: text, tab, text")
-            tokens, lengths, second, _ = self.encoder.pairs(*halves)
+        if self.pairs:
+            halves = [line.split("\t") for line in lines]
+            tokens, lengths, second, _ = self.encoder.pairs([h[0] for h in halves], [h[1] for h in halves])
         else:
-            tokens, lengths, _ = self.encoder.texts([line for _, line in lines])
+            tokens, lengths, _ = self.encoder.texts(lines)
         logits = self.model(**self.inputs(tokens, lengths, second)).logits
         names = self.model.config.id2label
         for row in logits.float().softmax(-1).cpu().numpy():
@@ -98,8 +115,8 @@ class Tags(Reader):
     says = ("words", "tags")
 
     @torch.no_grad()
-    def answers(self, lines: list[Line]) -> Iterator[dict[str, Any]]:
-        rows = [line.split() for _, line in lines]
+    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
+        rows = [line.split() for line in lines]
         tokens, lengths, firsts, _ = self.encoder.words(rows)
         logits = self.model(**self.inputs(tokens, lengths)).logits
         names, ends = self.model.config.id2label, np.cumsum(lengths)
@@ -118,10 +135,16 @@ class Answers(Reader):
 
     says = ("answer", "score")
 
+    def problem(self, line: str) -> str:
+        halves = line.split("\t", 1)
+        if len(halves) == 2 and all(half.strip() for half in halves):
+            return ""
+        return f"is no question: this model reads question, tab, document, and here {_fault(halves)}"
+
     @torch.no_grad()
-    def answers(self, lines: list[Line]) -> Iterator[dict[str, Any]]:
-        questions, contexts = self.halves(lines, "questions: question, tab, the text with the answer")
-        for question, context in zip(questions, contexts, strict=True):  # a document may be many windows
+    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
+        for line in lines:  # a document may be many windows
+            question, context = line.split("\t", 1)
             found = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
             best: tuple[float, float, str] = (-np.inf, 0.0, "")
             ends = np.cumsum(found["lengths"])
@@ -148,10 +171,17 @@ class Targets(Reader):
 
     says = ("target",)
 
-    def answers(self, lines: list[Line], **options: Any) -> Iterator[dict[str, Any]]:
-        tokens, lengths, _ = self.encoder.texts([line for _, line in lines])
+    def answers(self, lines: list[str], **options: Any) -> Iterator[dict[str, Any]]:
+        tokens, lengths, _ = self.encoder.texts(lines)
         for target in write(self.model, self.tokenizer, self.inputs(tokens, lengths), **options):
             yield {"target": target}
+
+
+def _fault(halves: list[str]) -> str:
+    """What is wrong with a line that should be two texts."""
+    if len(halves) != 2:
+        return f"are {len(halves) - 1} tabs" if len(halves) > 2 else "is no tab"
+    return f"nothing stands {'after' if halves[0].strip() else 'before'} the tab"
 
 
 def _reader_of(model: Any) -> type[Reader]:
@@ -161,4 +191,4 @@ def _reader_of(model: Any) -> type[Reader]:
     for kind, reader in readers.items():
         if kind in type(model).__name__:
             return reader
-    raise UserError(f"a {type(model).__name__} predicts nothing of texts; `oelm generate` lets it write")
+    raise UserError(f"{type(model).__name__} predicts nothing of texts; `oelm generate` lets a model write")

@@ -13,6 +13,7 @@ from accelerate.utils import LoggerType
 from torch import Tensor
 
 from oelm.config import RunConfig
+from oelm.data.tokenizer import JOINER, Encoder
 from oelm.errors import UserError
 from oelm.model_folder import model_card, write_model
 from oelm.training.objective import Objective
@@ -210,8 +211,10 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
 def save_model(session: "Session", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
     session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))  # what `oelm predict` must know
+    tokenizer = session.store.tokenizer()
+    tokenizer.model_max_length = session.config.task.max_length  # longer texts it has never seen
     card = trained_card(session, results)
-    write_model(session.folder.path / "model", session.raw, session.store.tokenizer(), card, weights)
+    write_model(session.folder.path / "model", session.raw, tokenizer, card, weights)
 
 
 def trained_card(session: "Session", results: dict[str, Any]) -> str:
@@ -223,8 +226,11 @@ def trained_card(session: "Session", results: dict[str, Any]) -> str:
         for name, value in results["test"]["metrics"].items()
         if isinstance(value, int | float)
     )
+    cut = f"Texts were cut at {session.config.task.max_length} tokens."
+    if store.meta.get("pairs") and not Encoder(store.tokenizer(), store.max_length).has_pairs:
+        cut += f" The texts of a pair are one: the first, `{JOINER}`, a space, the second."
     body = [
-        f"## Data\n\n{store.task}: {sizes} items; fingerprint `{store.fingerprint}`.",
+        f"## Data\n\n{store.task}: {sizes} items; fingerprint `{store.fingerprint}`. {cut}",
         f"## Results\n\nLearning rate {results['lr']:g}, {results['steps']:,} steps; chosen at step "
         f"{best['step']} on the {best['split']} split. On the test split:\n\n"
         f"| metric | value | trivial references |\n|---|---|---|\n{table}",

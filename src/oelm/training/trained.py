@@ -127,7 +127,8 @@ class Trained:
     def max_length(self) -> int:
         if self.config is not None:
             return self.config.task.max_length
-        return min(LONGEST, int(getattr(self.model.config, "max_position_embeddings", 512)))
+        positions = int(getattr(self.model.config, "max_position_embeddings", 512))
+        return min(LONGEST, positions, int(self.tokenizer.model_max_length))
 
     @property
     def writes(self) -> bool:
@@ -220,7 +221,7 @@ class Trained:
         if any("\ud800" <= letter <= "\udfff" for letter in prompt):
             raise UserError("the prompt is not text in UTF-8")
         if not self.model.can_generate():
-            raise UserError(f"{self.folder} does not write text: it is one {type(self.model).__name__}")
+            raise UserError(f"{self.folder} does not write text: it is of class {type(self.model).__name__}")
         chosen: dict[str, Any] = {"do_sample": False}
         if temperature:
             chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
@@ -230,7 +231,7 @@ class Trained:
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
             reader = Targets(self.model, self.tokenizer, self.max_length)
-            return str(next(reader.answers([(1, prompt)], **chosen))["target"])
+            return str(next(reader.answers([prompt], **chosen))["target"])
         prompt = prompt or self.tokenizer.bos_token
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
         room = self._positions() - ids.shape[1]
