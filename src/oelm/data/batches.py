@@ -153,8 +153,8 @@ class Plan:
             sure = min(n, max(1, (self.batch_tokens or 0) // (2 * int(self.lengths.max()))))
         if sure < parts:
             raise UserError(
-                f"a batch may hold only {sure} item{'s' * (sure > 1)}, too few for {parts} processes x "
-                "accumulation steps; use larger batches or fewer parts"
+                f"a batch may hold only {sure} item{'s' * (sure > 1)}, too few for {parts} parts "
+                "(processes times training.accumulate); use larger batches or fewer parts"
             )
 
     @property
