@@ -65,7 +65,7 @@ def _arms(record: dict[str, Any]) -> Any:
     watched = any(arm.get("clock_mhz") for case in record["cases"] for arm in case["arms"])
     state = ["MHz", "W"] if watched else []
     columns = ["texts/s", "tokens/s", "ms/step", "of peak", *state, "peak MiB", "held MiB"]
-    title = "Medians of the rounds; tokens without padding; held: gradients and optimizer state"
+    title = "Medians of the rounds; real tokens; of peak: omitted work counts; held: gradients and moments"
     table = _table(title, ["work", "on", "arm"], columns, "note")
     for case in record["cases"]:
         rate = case["matmul"]["operations_per_s"]
