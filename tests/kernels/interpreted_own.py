@@ -191,6 +191,8 @@ def test_steps_of_adamw_on_all_weights_at_once(clip: float) -> None:
                 weight.grad = torch.randn(weight.shape) * 3
             if step == 2:
                 weights[3].grad = None
+            if step == 3:
+                optimizer.load_state_dict(optimizer.state_dict())
             if step == 4:
                 optimizer.param_groups[1]["weight_decay"] = 0.5
                 for state in optimizer.state.values():

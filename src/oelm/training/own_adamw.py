@@ -56,7 +56,8 @@ class OwnAdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin()
+        if not hasattr(self, "weights"):  # a copy was made; `load_state_dict` comes here, too
+            self._begin()
 
     def _begin(self) -> None:
         self.weights: list[nn.Parameter] = []  # those that train
