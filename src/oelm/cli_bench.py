@@ -101,7 +101,7 @@ def _first_interrupt(stopped: Event) -> Iterator[None]:
     """Let the first Ctrl-C end the work in good order; the next one is as usual."""
 
     def stop(*_: object) -> None:
-        typer.echo("stopping after this round; Ctrl-C again stops at once, without a record", err=True)
+        typer.echo("stopping after this round; Ctrl-C again stops at once", err=True)
         stopped.set()
         signal.signal(signal.SIGINT, before)
 

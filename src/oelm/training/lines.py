@@ -184,8 +184,13 @@ def _fault(halves: list[str]) -> str:
     return f"nothing stands {'after' if halves[0].strip() else 'before'} the tab"
 
 
+def writes(model: Any) -> bool:
+    """Whether a model reads a source and writes a target for it."""
+    return bool(model.config.is_encoder_decoder and model.can_generate())
+
+
 def _reader_of(model: Any) -> type[Reader]:
-    if model.config.is_encoder_decoder and model.can_generate():
+    if writes(model):
         return Targets
     readers = {"SequenceClassification": Labels, "TokenClassification": Tags, "QuestionAnswering": Answers}
     for kind, reader in readers.items():

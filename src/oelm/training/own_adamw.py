@@ -1,6 +1,6 @@
 """AdamW whose step is one kernel for all weights, where their gradients lie end to end in one array.
 
-For a small model on a fast GPU the optimizer is a third of a step, and all of it is waiting for memory. With
+For a small model on a fast GPU the optimizer is a quarter of a step, all of it waiting for memory. With
 PyTorch's fused AdamW gradients are read to measure them, read and written when they are clipped, and weights
 are read once more to make half-precision copies. In `kernels/adamw_triton.py` gradients are read twice, all
 else is read and written once, and there are three launches however many weights there are. (Gradients that

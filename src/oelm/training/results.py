@@ -13,6 +13,7 @@ from accelerate.utils import LoggerType
 from torch import Tensor
 
 from oelm.config import RunConfig
+from oelm.data.catalogue import LM
 from oelm.data.tokenizer import JOINER, Encoder
 from oelm.errors import UserError
 from oelm.model_folder import model_card, write_model
@@ -226,7 +227,8 @@ def trained_card(session: "Session", results: dict[str, Any]) -> str:
         for name, value in results["test"]["metrics"].items()
         if isinstance(value, int | float)
     )
-    cut = f"Texts were cut at {session.config.task.max_length} tokens."
+    longest = session.config.task.max_length
+    cut = f"Windows of {longest} tokens." if store.kind == LM else f"Texts were cut at {longest} tokens."
     if store.meta.get("pairs") and not Encoder(store.tokenizer(), store.max_length).has_pairs:
         cut += f" The texts of a pair are one: the first, `{JOINER}`, a space, the second."
     body = [

@@ -26,7 +26,7 @@ from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.language_quality import Writing, check_language_model, generation_quality
 from oelm.training.lineage import check_start, model_folder
-from oelm.training.lines import Targets, answer_lines
+from oelm.training.lines import Targets, answer_lines, writes
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
 from oelm.training.zero_shot import make_question, read_items, zero_shot
@@ -133,7 +133,7 @@ class Trained:
     @property
     def writes(self) -> bool:
         """Whether the model reads a source and writes a target for it."""
-        return bool(self.model.config.is_encoder_decoder and self.model.can_generate())
+        return writes(self.model)
 
     def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
