@@ -13,13 +13,15 @@ mean difference to the plain arm, seed by seed, with its 95 % interval, beside t
 import argparse
 import itertools
 import json
+import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,9 @@ def main() -> None:
         "command": " ".join(command + [f"--{name} {value}" for name, value in asked.items()]),
         "environment": environment(device, 1),
     }
+    # Every run would otherwise take all cores for what little it does there, and wait for the others.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.jobs)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     curves: list[Curve] = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -164,6 +169,8 @@ def main() -> None:
                 write_json(options.json, record | {"runs": curves})  # nothing is lost if it is stopped
                 print(f"{len(curves)} of {len(jobs)} runs", file=sys.stderr)
         except BaseException:
+            for worker in active_children():  # or they would train to the end first
+                worker.kill()
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"{log.name}: ...{log.read_text()[-1500:]}", file=sys.stderr)
             raise

@@ -355,7 +355,9 @@ def test_recorded_steps_with_our_own_adamw(monkeypatch, deterministic, accumulat
     (losses, ways), (others, other_ways) = found
     torch.testing.assert_close(losses, others, rtol=5e-3, atol=1e-3)
     for way, other in zip(ways, other_ways, strict=True):
-        assert way.norm() > 0 and (way - other).norm() <= 0.05 * other.norm()
+        # Weights go some 5e-4; a bias whose gradients cancel a tenth of that, of which rounding is more.
+        rounding = 1e-5 * way.numel() ** 0.5
+        assert way.norm() > 0 and (way - other).norm() <= 0.05 * other.norm() + rounding
     fresh, _ = stepper_of(steps=1000, accumulate=accumulate, eps=1e-4)
     with torch.no_grad():
         for mine, theirs in zip(fresh.raw.parameters(), made.raw.parameters(), strict=True):
