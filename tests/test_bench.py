@@ -462,6 +462,12 @@ def test_no_number_of_a_record_is_cut() -> None:
     assert "…" not in shown
 
 
+def test_rounds_that_disagree_are_said_to() -> None:
+    shown = bench("--read", str(RECORDS / "h200-freezing.json")).output
+    assert "T=512, oelm: single rounds disagree" in shown and "T=2048, oelm: single" not in shown
+    assert "disagree" not in bench("--read", str(RECORDS / "h200-freezing-long.json")).output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,3 +72,20 @@ def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
 def test_every_shipped_study_is_one(name):
     study = make_study(read_study(name), name)
     assert study.title and len(study.methods) >= 2
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_runs_side_by_side_take_no_more_threads_than_they_are_given(monkeypatch, gpus):
+    """Else each takes all cores, and they wait for one another: on GPUs too."""
+    import torch
+
+    from oelm.study.conduct import slots_for
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * 10**10, 8 * 10**10))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    study = make_study({"study": {"tasks": ["sst2"], "threads": 3, "jobs": 4}})
+    slots = slots_for(study.table, 1e9)
+    assert [slot.environment["OMP_NUM_THREADS"] for slot in slots] == ["3"] * 4
+    places = [slot.environment.get("CUDA_VISIBLE_DEVICES") for slot in slots]
+    assert places == (["0", "1", "0", "1"] if gpus else [None] * 4)

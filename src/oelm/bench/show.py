@@ -45,6 +45,14 @@ def print_record(record: dict[str, Any]) -> None:
             needed = Measurement.get(console, console.options.update(width=1000), table).maximum
             console.print()
             Console(width=max(console.width, needed)).print(table)
+    for case in record["cases"]:
+        for found in case.get("savings", []):
+            if min(found["saved_s_rounds"]) < 0 < max(found["saved_s_rounds"]):
+                console.print(
+                    f"\n{case['name']}, {found['method']}: single rounds disagree on whether time is saved. "
+                    "Longer windows (--steps; 1250 on a GPU at its power limit) or more --rounds say more.",
+                    soft_wrap=True,
+                )
 
 
 def _table(title: str, left: list[str], right: list[str], last: str | None = None) -> Any:

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     attention_triton = gelu_triton = joint_triton = norm_triton = one_query_triton = None  # type: ignore[assignment]
 
-# On an H200 attention takes 0.53 to 0.77 of the time of PyTorch's flash attention (benchmarks/kernels.json).
+# On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
 # cuDNN's knows no texts end to end; where all have 512 tokens it takes as long for classifiers and longer for
 # language models, at 2,048 it takes 0.82 of ours. Elsewhere nobody has looked.
 MEASURED = 9  # compute capability, the major number

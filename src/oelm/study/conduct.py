@@ -70,9 +70,10 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     import psutil
     import torch
 
+    # Runs that each take all cores wait for one another: 15 on one GPU were several times slower for it.
     threads = {"OMP_NUM_THREADS": str(table.threads)}
     if gpus := torch.cuda.device_count():
-        return _gpu_slots(table, memory_bytes, gpus)
+        return _gpu_slots(table, memory_bytes, gpus, threads)
     room = table.memory_gb * 1e9 or 0.8 * psutil.virtual_memory().available
     each = memory_bytes + PROCESS_BYTES
     cores = len(os.sched_getaffinity(0)) // (table.threads * table.gpus_per_run)
@@ -81,7 +82,7 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     return [Slot(environment, table.gpus_per_run) for _ in range(jobs)]
 
 
-def _gpu_slots(table: StudyConfig, memory_bytes: float, gpus: int) -> list[Slot]:
+def _gpu_slots(table: StudyConfig, memory_bytes: float, gpus: int, threads: dict[str, str]) -> list[Slot]:
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
@@ -97,7 +98,7 @@ def _gpu_slots(table: StudyConfig, memory_bytes: float, gpus: int) -> list[Slot]
     each = 1 if table.gpus_per_run > 1 else max(1, min(MOST_PER_GPU, cores // 2, fitting))
     jobs = table.jobs or each * len(groups)
     return [
-        Slot({"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])}, table.gpus_per_run)
+        Slot(threads | {"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])}, table.gpus_per_run)
         for i in range(jobs)
     ]
 

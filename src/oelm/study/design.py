@@ -32,7 +32,7 @@ class StudyConfig:
     margin: float = 1.0  # differences below it are equivalent: points, or per cent of the perplexity
     models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
     jobs: int = 0  # runs side by side; 0: as many as there is room for
-    threads: int = 1  # of each run on a CPU
+    threads: int = 1  # of the CPU, for each run
     memory_gb: float = 0.0  # for all runs together; 0: four fifths of what is free
     gpus_per_run: int = 1  # processes of each run; each has a GPU of its own where there are GPUs
 
