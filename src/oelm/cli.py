@@ -3,6 +3,7 @@
 Nothing heavy is imported here: `oelm --help` must not wait for torch.
 """
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -60,8 +61,16 @@ def main() -> None:
         typer.echo(f"oelm: {error}", err=True)
         sys.exit(1)
     except Interrupted as reason:
-        typer.echo(f"oelm: {reason}; everything is saved, the same command goes on from there", err=True)
+        typer.echo(
+            f"oelm: {reason}; what was trained is saved, and the same command goes on from it", err=True
+        )
         sys.exit(REQUEUE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        typer.echo(f"oelm: there is no space left{where}; make some and start again", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo(
             "oelm: stopped at once; what had been saved stays, and the same command goes on from it", err=True

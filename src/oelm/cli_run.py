@@ -240,12 +240,8 @@ def predict(
     """
     from oelm.training.trained import Trained
 
-    empty = 0
-    for answer in Trained(run).predict(_texts(file)):
+    for answer in Trained(run).predict(_texts(file), lambda text: typer.echo(text, err=True)):
         typer.echo(json.dumps(answer, ensure_ascii=False))
-        empty += all(value is None for key, value in answer.items() if key != "text")
-    if empty:
-        typer.echo(f"{empty} of the lines said nothing; their answers are null", err=True)
 
 
 def _texts(file: Iterable[bytes]) -> Iterator[str]:

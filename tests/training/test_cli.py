@@ -85,7 +85,7 @@ def test_predict(oelm_cli, run, world):
     (world / "lines.txt").write_text("fine\n\ndull\n   \n")
     code, out, err = oelm_cli("predict", run, world / "lines.txt")
     answers = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and "2 of the lines said nothing" in err
+    assert code == 0 and "2 of 4 lines said nothing" in err and "cut" not in err
     assert [a["label"] for a in answers] == ["pos", None, "neg", None] and answers[1]["scores"] is None
 
 
@@ -107,11 +107,24 @@ def test_predict_reads_what_files_hold(oelm_cli, run, world, bytes_, labels, err
     assert all(answer["text"] in ("fine great", "dull grey") for answer in answers)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is always full")
+def test_a_full_disk_is_one_line(run):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "oelm", "predict", str(run)], input="fine\n", stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1 and done.stderr == "oelm: there is no space left; make some and start again\n"
+
+
 def test_a_saved_model_reads_as_far_as_its_run_did(run, world):
     by_run, by_model = Trained(run), Trained(run / "model")
     assert by_run.max_length == by_model.max_length == by_run.config.task.max_length < 512
     long = " ".join(["fine", "dull", "grey"] * 300)
-    assert list(by_run.predict([long])) == list(by_model.predict([long]))
+    said: list[str] = []
+    answers = list(by_run.predict([long, "fine"], said.append))
+    assert said == [f"1 of 2 lines were cut: this model reads {by_run.max_length} tokens"]
+    assert answers == list(by_model.predict([long, "fine"]))
     assert f"cut at {by_run.max_length} tokens" in (run / "model" / "README.md").read_text()
 
 
@@ -160,7 +173,7 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
                 assert follower.stdout.readline().startswith("step 10/100000: loss")
                 process.terminate()
                 follower.communicate(timeout=60)  # ends by itself when the run does
-            assert "everything is saved" in process.communicate(timeout=60)[1]
+            assert "what was trained is saved" in process.communicate(timeout=60)[1]
             assert process.returncode == 75
         finally:
             process.kill()

@@ -1,7 +1,7 @@
 """Answers for lines of text: labels, tags of words, answers to questions, or what a model writes for them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -19,10 +19,11 @@ TEXTS = 32  # per batch
 
 
 def answer_lines(
-    model: Any, tokenizer: Any, max_length: int, lines: Iterable[str]
+    model: Any, tokenizer: Any, max_length: int, lines: Iterable[str], say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """For every line one answer; for an empty line one that says nothing. Where a line cannot be read, all
     before it are answered first."""
+    done = empty = 0
     reader = _reader_of(model)(model, tokenizer, max_length)
     remaining = enumerate(lines, 1)
     refused: UserError | None = None
@@ -40,8 +41,13 @@ def answer_lines(
         read = [reader.reads(line) for line in group]
         asked = [line for line, there in zip(group, read, strict=True) if there]
         answers = iter(reader.answers(asked) if asked else ())
+        done, empty = done + len(group), empty + len(group) - len(asked)
         for line, there in zip(group, read, strict=True):
             yield {"text": line, **(next(answers) if there else dict.fromkeys(reader.says))}
+    if empty:
+        say(f"{empty} of {done} lines said nothing; their answers are null")
+    if reader.cut:
+        say(f"{reader.cut} of {done} lines were cut: this model reads {max_length} tokens")
     if refused is not None:
         raise refused
 
@@ -50,6 +56,7 @@ class Reader(ABC):
     """One kind of model."""
 
     says: tuple[str, ...]  # the keys of its answers
+    cut = 0  # lines that were longer than what it reads
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -98,9 +105,10 @@ class Labels(Reader):
         second = None
         if self.pairs:
             halves = [line.split("\t") for line in lines]
-            tokens, lengths, second, _ = self.encoder.pairs([h[0] for h in halves], [h[1] for h in halves])
+            tokens, lengths, second, cut = self.encoder.pairs([h[0] for h in halves], [h[1] for h in halves])
         else:
-            tokens, lengths, _ = self.encoder.texts(lines)
+            tokens, lengths, cut = self.encoder.texts(lines)
+        self.cut += cut
         logits = self.model(**self.inputs(tokens, lengths, second)).logits
         names = self.model.config.id2label
         for row in logits.float().softmax(-1).cpu().numpy():
@@ -117,7 +125,8 @@ class Tags(Reader):
     @torch.no_grad()
     def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
         rows = [line.split() for line in lines]
-        tokens, lengths, firsts, _ = self.encoder.words(rows)
+        tokens, lengths, firsts, cut = self.encoder.words(rows)
+        self.cut += cut
         logits = self.model(**self.inputs(tokens, lengths)).logits
         names, ends = self.model.config.id2label, np.cumsum(lengths)
         for words, likeliest, begin, length in zip(
@@ -172,7 +181,8 @@ class Targets(Reader):
     says = ("target",)
 
     def answers(self, lines: list[str], **options: Any) -> Iterator[dict[str, Any]]:
-        tokens, lengths, _ = self.encoder.texts(lines)
+        tokens, lengths, cut = self.encoder.texts(lines)
+        self.cut += cut
         for target in write(self.model, self.tokenizer, self.inputs(tokens, lengths), **options):
             yield {"target": target}
 

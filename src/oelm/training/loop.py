@@ -46,8 +46,8 @@ def train(
     """Train, evaluate and record one run in the folder `out`; return what its results.json says.
 
     An unfinished run of the same configuration in that folder is resumed. Raises `Interrupted` after a
-    signal or `stop_after` seconds (everything is saved, start again to go on), `RunError` where going on
-    makes no sense, `UserError` where the run cannot start.
+    signal or `stop_after` seconds (what was trained is saved, start again to go on), `RunError` where going
+    on makes no sense, `UserError` where the run cannot start.
     """
     with stopping(stop_after) as stop:
         return _train(config, store, RunFolder(Path(out)), overwrite, show, stop)

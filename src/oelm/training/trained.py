@@ -1,7 +1,7 @@
 """Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,15 @@ class Trained:
         """Whether the model reads a source and writes a target for it."""
         return writes(self.model)
 
-    def predict(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def predict(
+        self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
+    ) -> Iterator[dict[str, Any]]:
         """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
 
-        Where the model reads pairs, or questions, a line is two texts with a tab between them.
+        Where the model reads pairs, or questions, a line is two texts with a tab between them. In the end it
+        is said how many lines were empty, and how many too long.
         """
-        return answer_lines(self.model, self.tokenizer, self.max_length, lines)
+        return answer_lines(self.model, self.tokenizer, self.max_length, lines, say)
 
     def store(self, changes: dict[str, Any]) -> Store:
         """The run's data, or other data read the same way, under the model's own tokenizer."""
