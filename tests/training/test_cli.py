@@ -180,6 +180,13 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
     (status,) = json.loads(oelm_cli("status", "runs/long", "--json")[1])
     assert status["status"] == "interrupted"
     assert "SIGTERM" in status["reason"]
+    # It may go on from the same file, whatever that is called from here, and from nothing else.
+    elsewhere = [str(world / w) if w == "mine.csv" else w for w in words]
+    code, _, err = oelm_cli(*elsewhere, "--out", "runs/long", "--lr", "0.5")
+    assert code == 2 and "(training.lr is" in err and "0.5 here" in err  # nothing else was in the way
+    (world / "other.csv").write_text(rows(200))
+    code, _, err = oelm_cli(*[w.replace("mine", "other") for w in words], "--out", "runs/long")
+    assert code == 2 and "(task.data is" in err
 
 
 @pytest.mark.parametrize(

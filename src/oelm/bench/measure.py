@@ -1,10 +1,11 @@
 """How anything here is timed: in windows of steps, round by round, every arm in every round.
 
-A window holds the same texts for every arm, so its time says how many texts and tokens a second an arm gets
-through, whatever its batches look like inside. Arms take turns, every other round in reverse order, so that a
-machine that warms up or is disturbed does so to all of them. A GPU at its power limit is faster for a while
-after it has been idle, or has had lighter work: so an arm takes some steps before each window that do not
-count, and nothing else happens between them. Unless one asks for a rest, to see it at its full clock.
+A window holds the same texts for every arm (or a fifth of them, where all steps cost the same), so its time
+says how many texts and tokens a second an arm gets through, whatever its batches look like inside. Arms take
+turns, every other round in reverse order, so that a machine that warms up or is disturbed does so to all of
+them. A GPU at its power limit is faster for a while after it has been idle, or has had lighter work: so an
+arm takes some steps before each window that do not count, and nothing else happens between them. Unless one
+asks for a rest, to see it at its full clock.
 """
 
 import gc

@@ -83,16 +83,21 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _check_resumable(self, config: RunConfig, data: str) -> None:
-        there = read_config(self.path)
-        if there.identity() != config.identity():
+        environment_file = self.path / "environment.json"
+        seen = read_json(environment_file).get("data") if environment_file.exists() else None
+        mine, others = config.identity(), read_config(self.path).identity()
+        if seen == data:  # the same texts, wherever they lie now and from wherever one looks at them
+            for values in (mine, others):
+                for name in ("data", "test_file"):
+                    values["task"].pop(name, None)
+        if mine != others:
             raise UserError(
-                f"{self.path} holds a run of another configuration ({_difference(there, config)}); "
+                f"{self.path} holds a run of another configuration ({_difference(others, mine)}); "
                 "name another folder, or --overwrite it"
             )
         if self.status() == "completed":
             raise UserError(f"{self.path} holds a finished run; --overwrite it, or name another folder")
-        environment_file = self.path / "environment.json"
-        if environment_file.exists() and read_json(environment_file).get("data") != data:
+        if seen not in (None, data):
             raise UserError(
                 f"{self.path} holds a run on other data: it has changed since; "
                 "name another folder, or --overwrite it"
@@ -163,8 +168,8 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def _difference(there: RunConfig, here: RunConfig) -> str:
-    old, new = _flat(there.identity()), _flat(here.identity())
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    old, new = _flat(there), _flat(here)
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
             return f"{key} is {old.get(key)} there, {new.get(key)} here"
