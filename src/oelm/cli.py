@@ -62,7 +62,7 @@ def main() -> None:
         sys.exit(1)
     except Interrupted as reason:
         typer.echo(
-            f"oelm: {reason}; what was trained is saved, and the same command goes on from it", err=True
+            f"oelm: {reason}; what was trained is saved, the same command goes on from there", err=True
         )
         sys.exit(REQUEUE)
     except OSError as error:
