@@ -3,7 +3,8 @@
 A vocabulary is made for all texts of a language; those of one task use a part of it. The other rows never get
 a gradient, yet the optimizer reads and writes them and their moments at every step, and for a small model
 that is most of a step. Here they are set aside until the model is saved. The rows in use train as ever; those
-set aside keep the values they had, where AdamW's weight decay would have shrunk them.
+set aside keep the values they had until the run ends, and are then shrunk at once by what AdamW's weight
+decay would have taken step by step.
 """
 
 from typing import Any
@@ -32,6 +33,7 @@ class LiveEmbedding(nn.Embedding):
         weight = whole.weight.detach()
         self.weight = nn.Parameter(weight[self.live.to(weight.device)])
         self.aside = weight[self.idle.to(weight.device)].cpu()
+        self.replaced = False  # whether `aside` came from elsewhere: a run that did not set it aside
         place = torch.full((len(used),), -1)
         place[self.live] = torch.arange(len(self.live))
         self.place: Tensor
@@ -99,12 +101,13 @@ def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
     return int(wanted.sum()), len(wanted)
 
 
-def put_back(model: nn.Module) -> None:
-    """The embedding as it was, with all rows."""
+def put_back(model: nn.Module, shrinkage: float = 1.0) -> None:
+    """The embedding as it was, with all rows. Weight decay leaves so much of those that were set aside."""
     for live in [m for m in model.modules() if isinstance(m, LiveEmbedding)]:
         live.close()
         live.windows = None  # which holds on to the optimizer
-        weight = live.widened(live.weight.detach(), live.aside)
+        aside = live.aside if live.replaced else live.aside * shrinkage
+        weight = live.widened(live.weight.detach(), aside)
         _put(model, live, nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=live.padding_idx))
 
 
@@ -130,5 +133,7 @@ def _load_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     assert isinstance(module, LiveEmbedding)
     module.close()
     whole = state[f"{prefix}weight"]
-    module.aside = whole[module.idle.to(whole.device)].cpu()
+    aside = whole[module.idle.to(whole.device)].cpu()
+    module.replaced |= not torch.equal(aside, module.aside)
+    module.aside = aside
     state[f"{prefix}weight"] = module.narrowed(whole)

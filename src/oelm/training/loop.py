@@ -26,9 +26,9 @@ from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
-from oelm.training.live_rows import put_back
+from oelm.training.live_rows import live_weights, put_back
 from oelm.training.objective import Measured, make_objective
-from oelm.training.schedule import learning_rate
+from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
@@ -286,8 +286,11 @@ def _finish(session: Session) -> dict[str, Any]:
     """Test the best model once, and write everything down."""
     if session.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError("the run ended without an evaluation")
-    restore(session.checkpoints.load(session.progress.best["step"]), session.raw, None)
-    put_back(session.raw)
+    best = session.progress.best["step"]
+    restore(session.checkpoints.load(best), session.raw, None)
+    for name in live_weights(session.raw):
+        scale = layer_scales(session.raw, session.config.training.layer_decay)[name]
+        put_back(session.raw, shrinkage(session.config.training, scale, best, session.total))
     checked = audit(session.raw, session.before)
     tests = session.config.training.test
     tested = None

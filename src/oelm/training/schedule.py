@@ -38,6 +38,12 @@ def learning_rate(training: TrainingConfig, step: int, total: int) -> float:
     return training.lr * (1 - done) if training.schedule == "linear" else training.lr
 
 
+def shrinkage(training: TrainingConfig, scale: float, steps: int, total: int) -> float:
+    """What weight decay leaves of a matrix that has no gradient, after so many of a run's steps."""
+    rates = (learning_rate(training, step, total) * scale for step in range(steps))
+    return math.prod(1 - rate * training.weight_decay for rate in rates)
+
+
 def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = False) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
     given state, and one that is unfrozen later trains (but in steps that were recorded before). Vectors
