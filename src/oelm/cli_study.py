@@ -8,7 +8,7 @@ import typer
 
 from oelm import cli_options as options
 from oelm.cli_run import seconds_of
-from oelm.errors import UserError
+from oelm.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from oelm.study.design import Study
@@ -68,12 +68,12 @@ def study(
     found = resolve_study(name, out, given, set_ or [])
     folder = out or Path("studies") / Path(name or data or (task or "study").replace(",", "-")).stem
     StudyFolder(folder).check(found)  # before anything is imported or prepared
+    limit = seconds_of(stop_after) if stop_after is not None else None
     if dry_run:
-        typer.echo(describe(found))
+        typer.echo(describe(found, folder))
     elif import_:
         bring_in(found, folder, import_)
     else:
-        limit = seconds_of(stop_after) if stop_after is not None else None
         conduct_and_report(found, folder, limit, lang, as_json)
 
 
@@ -126,13 +126,15 @@ def resolve_study(
     return make_study(merge(values, particular), name or "options")
 
 
-def describe(study: "Study") -> str:
+def describe(study: "Study", out: Path) -> str:
     """The matrix with an estimate of time."""
-    from oelm.study.conduct import estimate_run, prepare_settings, slots_for
+    from oelm.study.conduct import check_methods, estimate_run, prepare_settings, slots_for
+    from oelm.study.folder import StudyFolder
     from oelm.training.display import duration
 
     table = study.table
     settings = prepare_settings(study, show=True)
+    check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
     slots = len(slots_for(table, max(estimate.memory_bytes for estimate in estimates)))
     methods, grid = len(study.methods), len(table.lrs)
@@ -155,6 +157,10 @@ def describe(study: "Study") -> str:
         f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
         f"{duration(total / slots)} (good to a factor of two; a wider grid comes on top)"
     )
+    keys = {setting.key for setting in settings}
+    there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
+    if there:
+        lines.append(f"done      {len(there)} runs are in {out} already")
     return "\n".join(lines)
 
 
@@ -165,7 +171,7 @@ def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
     folder = StudyFolder(out)
     with folder.opened(study):
         settings = prepare_settings(study, show=True)
-        folder.save(study)
+        folder.save(study, settings)
         for source in sources:
             came, refused = folder.bring_in(source, settings)
             typer.echo(f"{source}: {came} records imported")
@@ -194,6 +200,8 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
     if progress.failed:
         typer.echo("         the same command tries them again")
     typer.echo(f"report   {written.html}")
+    if progress.failed and not any(setting.tests for setting in progress.settings):
+        raise RunError("nothing was measured: every run that it takes has failed")
 
 
 @app.command()

@@ -169,9 +169,12 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return _without_none(asdict(self))
 
-    def identity(self) -> dict[str, Any]:
-        """What decides the result: where data lies and how often it is logged or saved does not."""
+    def identity(self, files: bool = True) -> dict[str, Any]:
+        """What decides the result: where data lies and how often it is logged or saved does not. Nor do the
+        names of a user's `files`, where it is known that they hold the same."""
         values = self.to_dict()
+        for name in () if files else ("data", "test_file"):
+            values["task"].pop(name, None)
         for section, names in INCIDENTAL.items():
             for name in names:
                 values[section].pop(name, None)

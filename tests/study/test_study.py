@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from oelm.cli import app
+from oelm.errors import UserError
 from oelm.study.folder import StudyFolder
 from tests.study.studies import MATRIX, RECIPE, environment, make_file, records, run, start
 
@@ -128,7 +130,45 @@ def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypa
 
 def test_other_settings_do_not_mix_in_one_folder(unbroken, data):
     code, text = run(data, unbroken, "--set", "training.clip=0.5")
-    assert code == 2 and "another folder" in text and "Traceback" not in text
+    assert code == 2 and "(training.clip is 1.0 there, 0.5 here)" in text and "another folder" in text
+
+
+def test_a_file_may_move_but_another_file_is_another_study(unbroken, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
+    out, moved = tmp_path / "s", tmp_path / data.name
+    shutil.copytree(unbroken, out)
+    shutil.copy(data, moved)
+
+    def study(file, *more):
+        words = ["study", "--data", str(file), *RECIPE, *MATRIX, "--seeds", "2", "--out", str(out), *more]
+        return CliRunner().invoke(app, words)
+
+    assert "done      8 runs are in" in study(moved, "--dry-run").output
+    found = study(moved)
+    assert found.exit_code == 0 and records(out) == records(unbroken), found.output
+    assert f'data = "{moved}"' in (out / "study.toml").read_text()
+    lines = moved.read_text().splitlines()
+    moved.with_name("other.csv").write_text("\n".join(lines[:-20]))
+    found = study(moved.with_name("other.csv"))
+    assert isinstance(found.exception, UserError) and "a study of other data (task.data is" in str(
+        found.exception
+    )
+
+
+def test_a_method_that_the_model_cannot_have_costs_no_run(data, tmp_path):
+    out = tmp_path / "s"
+    methods = 'study.methods=["baseline", {name = "oelm", freeze = {q = "9"}}]'
+    code, text = run(data, out, "--set", methods)
+    assert code == 2 and "selects none of the model's 2 layers" in text and "oelm" in text.splitlines()[-1]
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_study_in_which_all_fails_has_failed(data, tmp_path):
+    code, text = run(data, tmp_path / "s", "--seeds", "1", "--lrs", "1e30")
+    assert code == 1 and text.splitlines()[-1] == (
+        "oelm: nothing was measured: every run that it takes has failed"
+    )
 
 
 def test_a_folder_with_other_things_is_left_alone(data, tmp_path):

@@ -1,9 +1,10 @@
 """Conduct a study: data first, then as many runs side by side as there is room for."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oelm.errors import UserError
@@ -37,6 +38,8 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
         config = study.task_config(task)
         config.model.name = config.model.name or default_model(device)
         store = prepared_store(config, show)
+        for warning in store.warnings if show else ():
+            print(f"note: {store.task}: {warning}", file=sys.stderr)
         trivial_references(store)  # computed once here, found in the cache by every run
         precision, _ = resolve_precision(config.training.precision, device)
         settings.append(Setting(study, config, store, precision))
@@ -44,6 +47,28 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
     if len(set(names)) < len(names):
         raise UserError(f"two tasks of the study have one name: {', '.join(names)}")
     return settings
+
+
+def check_methods(settings: list[Setting]) -> None:
+    """Make every model with every method once: what cannot be made must not cost the runs before it."""
+    from oelm.training.build import build_model
+    from oelm.training.objective import make_objective
+
+    seen = []
+    for setting in settings:
+        if setting.config.model in seen:
+            continue
+        seen.append(setting.config.model)
+        for method in setting.study.methods:
+            config = setting.run_config(replace(setting.any_cell, method=method))
+            training = config.training
+            objective = make_objective(
+                setting.store, config.task.max_length, training.label_smoothing, training.class_weights
+            )
+            try:
+                build_model(config, setting.store, objective.auto_class)
+            except UserError as error:
+                raise UserError(f"{method}: {error}") from None
 
 
 def estimate_run(setting: Setting) -> Estimate:
@@ -116,8 +141,9 @@ def conduct(
     with folder.opened(study):
         with stopping(stop_after):
             settings = prepare_settings(study, talk)
+            check_methods(settings)
             memory = max(estimate_run(setting).memory_bytes for setting in settings)
-        folder.save(study)
+        folder.save(study, settings)
         folder.belong([setting.key for setting in settings])
         slots = slots_for(study.table, memory)
         if stop_after is not None:

@@ -127,22 +127,43 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
             raise UserError(f"{where}: {name} must be a table, [{name}], not {base[name]!r}")
     title = str(base.pop("title", ""))
     per_task = base.pop("per_task", {})
-    table = checked(StudyConfig, base.pop("study", {}), f"{where}: [study]")
-    for section, key, instead in (
-        ("training", "lr", "study.lrs"),
-        ("training", "seed", "study.seeds"),
-        ("training", "test", "a study, which tests each measured run once"),
-        ("method", "name", "study.methods"),
-    ):
-        if key in base.get(section, {}):
-            raise UserError(f"{where}: {section}.{key} is set by {instead}; leave it out")
+    asked = base.pop("study", {})
+    for key, value in asked.items():
+        if isinstance(value, bool):  # which would pass for the number 1
+            raise UserError(f"{where}: study.{key} is neither true nor false, but {str(value).lower()} here")
+    table = checked(StudyConfig, asked, f"{where}: [study]")
     if strange := sorted(set(per_task) - set(table.tasks)):
         raise UserError(f"{where}: per_task.{strange[0]} is not among study.tasks")
+    _check_foreign(base, where, "")
+    for task, values in per_task.items():
+        _check_foreign(values, where, f"per_task.{task}.")
     study = Study(table, base, per_task, title)
     for task in study.tasks:  # checked before anything is spent
-        study.task_config(task)
+        config = study.task_config(task)
+        if config.training.choose_on == "test" and len(table.lrs) > 1:
+            raise UserError(
+                f"{where}: training.choose_on = 'test' repeats a published habit at one rate; "
+                "several study.lrs are chosen on validation"
+            )
     assert study.reference
     return study
+
+
+def _check_foreign(values: Any, where: str, place: str) -> None:
+    """Refuse what the study itself decides for every run."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: {place[:-1]} must be a table, [{place[:-1]}], not {values!r}")
+    found = values.get("method") or {}
+    for key in found if isinstance(found, Mapping) else ("name",):
+        example = "" if key == "name" else f', such as {{name = "oelm", {key} = ...}}'
+        raise UserError(f"{where}: {place}method.{key} is set by study.methods{example}; leave it out")
+    for key, instead in (
+        ("lr", "study.lrs"),
+        ("seed", "study.seeds"),
+        ("test", "a study, which tests each measured run once"),
+    ):
+        if key in values.get("training", {}):
+            raise UserError(f"{where}: {place}training.{key} is set by {instead}; leave it out")
 
 
 def shipped_studies() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
 from oelm.study.records import FILES, Identity, Record, find_records, identify
+from oelm.training.folder import difference
 from oelm.training.metrics import LOWER_IS_BETTER
 from oelm.version import NUMERICS
 
@@ -112,9 +113,10 @@ class StudyFolder:
                     self.path.rmdir()
             self._lock.close()
 
-    def save(self, study: Study) -> None:
+    def save(self, study: Study, settings: list[Setting]) -> None:
         """Write the study down, and what it changes in one whose test results are known already."""
         if (self.path / "study.toml").exists():
+            self._check_data(study, settings)
             before, now = asdict(self.read().table), asdict(study.table)
             changed = [key for key in now if key not in INCIDENTAL and before[key] != now[key]]
             tested = (
@@ -141,15 +143,28 @@ class StudyFolder:
             if strangers or self.path.is_file():
                 raise UserError(f"{self.path} is not a study; name a new folder")
             return
-        there = self.read()
+        before = self.read()
         for task in study.tasks:
-            if (
-                task in there.tasks
-                and there.task_config(task).identity() != study.task_config(task).identity()
-            ):
-                raise UserError(
-                    f"{self.path} holds a study with other settings (see its study.toml); name another folder"
-                )
+            if task in before.tasks:
+                # A file may have moved: what it holds is looked at once it is known, in `_check_data`.
+                there, here = (s.task_config(task).identity(files=False) for s in (before, study))
+                if there != here:
+                    raise UserError(
+                        f"{self.path} holds a study with other settings ({difference(there, here)}); "
+                        "name another folder"
+                    )
+
+    def _check_data(self, study: Study, settings: list[Setting]) -> None:
+        """Refuse a user's other file in place of the one whose runs lie here."""
+        before = self.read()
+        if study.tasks != before.tasks or study.table.tasks:
+            return
+        there, here = (s.task_config(None).identity() for s in (before, study))
+        made = self._read().get("made", [])
+        if there != here and made and settings[0].key not in made:
+            raise UserError(
+                f"{self.path} holds a study of other data ({difference(there, here)}); name another folder"
+            )
 
     def read(self) -> Study:
         if not (self.path / "study.toml").is_file():

@@ -85,14 +85,11 @@ class RunFolder:
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
         seen = read_json(environment_file).get("data") if environment_file.exists() else None
-        mine, others = config.identity(), read_config(self.path).identity()
-        if seen == data:  # the same texts, wherever they lie now and from wherever one looks at them
-            for values in (mine, others):
-                for name in ("data", "test_file"):
-                    values["task"].pop(name, None)
+        # The same texts, wherever they lie now and from wherever one looks at them.
+        mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
         if mine != others:
             raise UserError(
-                f"{self.path} holds a run of another configuration ({_difference(others, mine)}); "
+                f"{self.path} holds a run of another configuration ({difference(others, mine)}); "
                 "name another folder, or --overwrite it"
             )
         if self.status() == "completed":
@@ -168,7 +165,8 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first key in which two configurations differ, in words."""
     old, new = _flat(there), _flat(here)
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
