@@ -344,7 +344,7 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
         file.write('{"kind": "eval", "step')
     (runs[-1] / "predictions.npz").write_bytes(b"PK nothing of the kind")
     study = StudyFolder(out).read()
-    StudyFolder(out).save(replace(study, table=replace(study.table, margin=10.0)))
+    StudyFolder(out).save(replace(study, table=replace(study.table, margin=10.0)), [])
     after = analyse(out)
     assert [c.differences for c in after.comparisons] == [c.differences for c in before.comparisons]
     assert after.copies == 1 and len(after.damaged) == 1

@@ -7,7 +7,7 @@ from oelm.study.comparison import Group
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
-from oelm.study.report.notices import Notice, notices
+from oelm.study.report.notices import Notice, alert, notices
 from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
 
@@ -29,9 +29,6 @@ def build(view: View, folder: str) -> Document:
         "warnings": _warnings(view, warned),
         "repeat": repeat(view, folder),
     }
-    alert = ""
-    if warned:
-        alert = words("page.alert_one") if len(warned) == 1 else words("page.alert", count=len(warned))
     methods = dict.fromkeys(method for group in analysis.groups for method in group.arms)
     subtitle = words(
         "page.subtitle",
@@ -45,7 +42,7 @@ def build(view: View, folder: str) -> Document:
         title=words("page.title", title=analysis.title),
         subtitle=subtitle,
         answer=answer(view),
-        alert=alert,
+        alert=alert(words, warned),
         sections=[
             Section(key, words(f"section.{key}"), blocks) for key, blocks in sections.items() if blocks
         ],

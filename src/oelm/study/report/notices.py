@@ -10,6 +10,7 @@ from oelm.study.matrix import Cell
 from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
+from oelm.study.report.words import Words
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 MOST_RUNS = 12  # that are listed by name in one line
@@ -21,6 +22,13 @@ class Notice:
 
     kind: str
     text: str
+
+
+def alert(words: Words, warned: list[Notice]) -> str:
+    """One line that says how many warnings there are; empty without any."""
+    if not warned:
+        return ""
+    return words("page.alert_one") if len(warned) == 1 else words("page.alert", count=len(warned))
 
 
 def notices(view: View) -> list[Notice]:

@@ -9,6 +9,7 @@ from rich.text import Text
 from oelm.study.comparison import Analysis, Arm, Group
 from oelm.study.report import numbers
 from oelm.study.report.answer import answer
+from oelm.study.report.notices import alert, notices
 from oelm.study.report.view import View, bits
 from oelm.study.report.words import Words
 
@@ -37,8 +38,9 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
         if references := _references(view, group):
             console.print(Text(references))
         console.print()
-    for sentence in answer(view):
-        console.print(Text(sentence))
+    for sentence in [*answer(view), alert(view.words, notices(view))]:
+        if sentence:
+            console.print(Text(sentence))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
