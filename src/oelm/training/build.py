@@ -16,7 +16,8 @@ from oelm.errors import UserError
 from oelm.families import family_row
 from oelm.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.method import Method
-from oelm.pretrained import load_checkpoint, load_config
+from oelm.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.training.fit import agree_on_padding, positions_of
 from oelm.training.seq2seq import set_writing
 
 _REFERENCE = {
@@ -36,13 +37,13 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     name = config.model.name or "gpt-tiny"
     seed = config.training.seed
     model: PreTrainedModel
-    new: set[str] = set()
+    note = ""
     if name in PRESETS:
         refuse_seq2seq(name, store.kind)
         model = _REFERENCE[auto_class](_reference_config(config, store, name))
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
-        model, new = _load(config, store, auto_class, name)
+        model, note = _load(config, store, auto_class, name)
     _check_fit(model, store, config)
     if store.kind == SEQ2SEQ:
         set_writing(model, store)
@@ -52,8 +53,8 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
             f"method {report.method} freezes all of {config.model.name}, which has no separate head for this "
             "task: nothing is left to train"
         )
-    if new:
-        report = replace(report, notes=(f"{', '.join(sorted(new))}: new, for this task",))
+    if note:
+        report = replace(report, notes=(note,))
     return model, report
 
 
@@ -94,8 +95,8 @@ def _labels(store: Store) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, set[str]]:
-    """A pretrained model from a folder or the hub, with a head for this task; and which tensors are new."""
+def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, str]:
+    """A pretrained model from a folder or the hub, with a head for this task; and a note on what is new."""
     fields = _labels(store) if auto_class != "AutoModelForCausalLM" else {}
     if auto_class == "AutoModelForQuestionAnswering":
         fields["num_labels"] = 2  # where an answer starts and ends, whatever the checkpoint was made for
@@ -112,13 +113,20 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     )
     if auto_class == "AutoModelForCausalLM":
         _refuse_seeing_ahead(model, name)
-    if auto_class == "AutoModelForSequenceClassification" and model.config.pad_token_id is None:
-        model.config.pad_token_id = store.pad_id  # GPT-2 and Llama find a text's last token by it
+    note = f"{', '.join(sorted(new))}: new, for this task" if new else ""
+    others = store.label_names and known.id2label != dict(enumerate(store.label_names))
+    # Where there are as many, each label would inherit the weights of another.
+    if others and (anew := renew_scores(model, new)):
+        note = f"{', '.join(sorted(new | anew))}: new, for this task: the checkpoint's labels are others"
+    if auto_class == "AutoModelForSequenceClassification":
+        agree_on_padding(model, store.tokenizer())
+        if model.config.problem_type is not None:  # what it was for another task
+            model.config.problem_type = "single_label_classification"
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         from oelm.convert import release
 
         release(model)
-    return model, new
+    return model, note
 
 
 @torch.no_grad()
@@ -166,11 +174,8 @@ def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
             f"the tokenizer {store.meta['tokenizer']['name']} has {store.vocab_size:,} tokens, but the model "
             f"{config.model.name} knows {rows:,}; use the model's own tokenizer (task.tokenizer)"
         )
-    text_config = model.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= model.config.pad_token_id + 1  # they count positions from behind the padding's
-    if not positions or model.config.model_type == "t5":
+    positions = positions_of(model.config)
+    if positions is None:
         return
     for key in ("max_length", "max_target_length"):
         length = getattr(config.task if key == "max_length" else store, key)
