@@ -111,6 +111,9 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
+    for module in model.modules():
+        if config.model.dropout is not None and isinstance(module, torch.nn.Dropout):
+            module.p = config.model.dropout  # some heads have a rate that no config names: Llama's for tags
     if auto_class == "AutoModelForCausalLM":
         _refuse_seeing_ahead(model, name)
     note = f"{', '.join(sorted(new))}: new, for this task" if new else ""
@@ -144,14 +147,6 @@ def _refuse_seeing_ahead(model: PreTrainedModel, name: str) -> None:
         )
 
 
-# What the families call their dropout rates.
-_DROPOUTS = (
-    "dropout", "hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout_rate",
-    "embedding_dropout", "mlp_dropout", "activation_dropout", "attention_dropout", "attn_pdrop",
-    "attention_probs_dropout_prob",
-)  # fmt: skip
-
-
 def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
     """One rate for every dropout a pretrained architecture has."""
     if config.model.attention_dropout is not None:
@@ -160,7 +155,14 @@ def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
         )
     if config.model.dropout is None:
         return {}
-    found = {key: config.model.dropout for key in _DROPOUTS if hasattr(known, key)}
+    # The families call them hidden_dropout_prob, resid_pdrop, seq_classif_dropout and more; `None` is a rate
+    # that follows another.
+    found = {
+        key: config.model.dropout
+        for key, value in known.to_dict().items()
+        if ("dropout" in key or key.endswith("pdrop"))
+        and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
+    }
     if not found:
         raise UserError(f"model.dropout: {known.model_type} has no dropout to set")
     return found
