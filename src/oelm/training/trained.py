@@ -16,7 +16,7 @@ from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
 from oelm.data.catalogue import LM, SEQ2SEQ
-from oelm.data.tokenizer import load_tokenizer, pad_id
+from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
 from oelm.pretrained import load_as_saved, load_config
@@ -235,13 +235,12 @@ class Trained:
             chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         if self.writes:
             torch.manual_seed(seed)
-            chosen["max_new_tokens"] = new_tokens
+            chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
             reader = Targets(self.model, self.tokenizer, self.max_length)
             return str(next(reader.answers([prompt], **chosen))["target"])
-        prompt = prompt or self.tokenizer.bos_token
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
+        ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
         room = self._positions() - ids.shape[1]
         if room < 1:
             raise UserError(
@@ -257,6 +256,13 @@ class Trained:
             **chosen,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """A prompt as a corpus is encoded, without the template's closing: what follows it is text. Where the
+        template begins with a beginning of text (Llama), so does the prompt; an empty one has to."""
+        encoder, bos = Encoder(self.tokenizer, 1 << 30), self.tokenizer.bos_token_id
+        ids = [*(i for i in encoder.single[0] if i == bos), *encoder.ids([prompt])[0]]
+        return ids or [boundary_id(self.tokenizer) if bos is None else bos]
 
     def _positions(self) -> int:
         """How long a text can be. Positions past its windows are as random as a run from scratch began."""
