@@ -18,7 +18,7 @@ from oelm.training.trained import Trained, prepared_store
 from tests import tiny
 from tests.command_line import caller
 from tests.data.made import parquet, sentence, wordpiece
-from tests.training.language_models import corpus, random_model
+from tests.training.language_models import corpus, random_model, tokenizer
 
 LM_STEPS = ("--steps", 6, "--batch-size", 4, "--lr", "1e-2", "--max-length", 48)
 
@@ -218,3 +218,21 @@ def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path):
     trained.tokenizer.bos_token = trained.tokenizer.eos_token = None
     with pytest.raises(UserError, match="no end-of-text token"):
         trained.generate("", 4, temperature=0.0, top_k=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "said"),
+    [
+        ("bart", "tinystories", "a bart, and such a model does not continue texts"),
+        ("t5", "tinystories", "a t5, and such a model does not continue texts"),
+        ("bart", "ptb-pos", "a bart, and such a model does not tag words"),
+        ("distilbert", "tinystories", "a distilbert, and such a model does not continue texts"),
+    ],
+)
+def test_what_an_architecture_does_not_do_is_said(family, task, said, oelm_cli, tmp_path):
+    tiny.build(family).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    words = ("--model", tmp_path / "model", "--max-length", 16, "--steps", 1, "--out", tmp_path / "run")
+    code, _, err = oelm_cli("train", "--task", task, *words)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()

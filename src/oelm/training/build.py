@@ -108,6 +108,7 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     fields |= _dropout(known, config)
     if not known.is_encoder_decoder:
         refuse_seq2seq(name, store.kind)
+    _refuse_other_kinds(known, auto_class, name)
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
@@ -130,6 +131,25 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
 
         release(model)
     return model, note
+
+
+_TASKS = {
+    "AutoModelForSequenceClassification": "classify texts",
+    "AutoModelForCausalLM": "continue texts (language modelling)",
+    "AutoModelForTokenClassification": "tag words",
+    "AutoModelForQuestionAnswering": "answer questions",
+    "AutoModelForSeq2SeqLM": "write targets",
+}
+
+
+def _refuse_other_kinds(known: Any, auto_class: str, name: str) -> None:
+    """Say of an architecture that it does not do a task. Half of an encoder-decoder is no language model."""
+    halved = known.is_encoder_decoder and auto_class == "AutoModelForCausalLM"
+    if halved or type(known) not in getattr(transformers, auto_class)._model_mapping:
+        raise UserError(
+            f"{name} is a {known.model_type}, and such a model does not {_TASKS[auto_class]}; name one of "
+            "another kind with --model"
+        )
 
 
 @torch.no_grad()
