@@ -373,6 +373,9 @@ def test_what_cannot_be_converted_is_refused_and_left_as_it_was():
     refused_nan(broken)
     nothing = Method.from_dict({"name": "oelm", "freeze": {"q": "12", "k": "7:"}})
     refused(build("bert"), r"freeze q = '12' selects none of the model's 3 layers", method=nothing)
+    for layers, others in ((":-3", {}), (":-4", {"embeddings": "all"}), ("9", {"embeddings": "all"})):
+        none = Method(freeze={"q": layers, "k": layers} | others)
+        refused(build("bert"), f"freeze q = '{layers}' selects none of the model's 3 layers", method=none)
     refused(torch.compile(build("bert"), backend="eager"), "convert it before wrapping")
 
 

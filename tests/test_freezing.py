@@ -8,7 +8,7 @@ import transformers
 
 import oelm
 from oelm.cli_run import resolve_config
-from oelm.method import Method
+from oelm.method import PRESETS, Method
 from tests.data.made import parquet
 from tests.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 from tests.tiny import build
@@ -74,8 +74,11 @@ def test_norms_only_trains_norms_and_the_head(name):
 
 
 @every_family
-@pytest.mark.parametrize("top", [1, 2])
-def test_the_top_blocks_train_whole(name, top):
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_the_top_blocks_train_whole(name, top, monkeypatch):
+    """Of three layers the last three too: then only what lies below them is frozen."""
+    deep = Method("top-3", freeze={"blocks": ":-3", "embeddings": "all"})
+    monkeypatch.setitem(PRESETS, "top-3", deep)
     expected = None
     for method, *assignments in (
         (f"top-{top}",),
@@ -83,9 +86,7 @@ def test_the_top_blocks_train_whole(name, top):
         ("oelm", f"method.freeze.blocks=:-{top}", "method.freeze.embeddings=all"),
     ):
         found, names = trained(name, method, *assignments)
-        expected = in_layers(names, name, {2, 1} if top == 2 else {2}) | matching(
-            names, HEADS[name], TOP[name]
-        )
+        expected = in_layers(names, name, {*range(3 - top, 3)}) | matching(names, HEADS[name], TOP[name])
         expected -= matching(names, r"relative_attention_bias")  # an embedding, though it lies in block 0
         assert found == expected
 

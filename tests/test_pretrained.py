@@ -11,8 +11,10 @@ import oelm
 from oelm.data.tokenizer import train_tokenizer
 from oelm.errors import UserError
 from oelm.pretrained import check_checkpoint, load_as_saved, load_checkpoint
+from oelm.training.trained import Trained
 from tests import tiny
 from tests.command_line import caller
+from tests.data.made import unigram_pieces, wordpiece
 
 WORDS = 300  # of the tokenizer below
 
@@ -192,6 +194,156 @@ def test_more_labels_than_the_head_has(oelm_cli, world, save):
         "oelm.load(path)",
     ):
         assert fact in card
+
+
+def start(model, *more, data="three.csv", steps=1):
+    return ("train", "--data", data, "--model", model, "--max-length", 24, "--steps", steps, *more)
+
+
+def config_with(**fields):
+    return lambda config, tensors: config.update(fields)
+
+
+def labels_of(folder, lines=("a fine film", "a dull film about words")):
+    return [answer["scores"] for answer in Trained(folder).predict(lines)]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_what_stands_beside_a_text_does_not_change_its_label(oelm_cli, world, save, family):
+    """They read the last token that is not the config's padding: that must be what is padded with."""
+    name = f"padding-{family}"
+    save(name, family, config_with(pad_token_id=7))
+    code, _, err = oelm_cli(*start(name, "--out", f"{name}-run"))
+    assert code == 0, err
+    model = world / f"{name}-run" / "model"
+    for _ in range(2):  # as it was trained, and as a folder that was never mended
+        trained = Trained(model)
+        lines = ["an odd film", "a fine film about words, words, words and words"]
+        alone = [next(trained.predict([line]))["scores"] for line in lines]
+        for mine, other in zip(labels_of(model, lines), alone, strict=True):
+            assert mine == pytest.approx(other, abs=1e-5)
+        assert trained.model.config.pad_token_id == trained.tokenizer.pad_token_id
+        values = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(values | {"pad_token_id": 7}))
+
+
+def test_a_model_that_counts_from_its_padding_keeps_it(oelm_cli, world, save):
+    save("counting", "roberta", config_with(pad_token_id=1))
+    code, _, err = oelm_cli(*start("counting", "--out", "counting-run"))
+    assert code == 0, err
+    assert load_as_saved(str(world / "counting-run" / "model")).config.pad_token_id == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_tokenizer_without_a_token_to_pad_with(oelm_cli, world, save, family):
+    folder = save(f"unpadded-{family}", family, config_with(pad_token_id=None, eos_token_id=None))
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    for key in ("pad_token", "eos_token", "bos_token", "unk_token"):
+        values[key] = None
+    path.write_text(json.dumps(values))
+    code, _, err = oelm_cli(*start(folder, "--out", f"{folder.name}-run"))
+    if family == "bert":  # its mask says what is padding
+        assert code == 0, err
+    else:
+        assert code == 2 and "neither a padding nor an end-of-text token" in err
+        assert len(err.strip().splitlines()) == 1 and not (world / f"{folder.name}-run").exists()
+
+
+def test_an_encoder_decoder_must_see_where_a_text_ends(oelm_cli, world, save):
+    save("endless", "t5")
+    code, _, err = oelm_cli(*start("endless", "--out", "endless-run"))
+    assert code == 2 and "t5 classifies by the token that ends a text, 1 in its config.json" in err
+    assert len(err.strip().splitlines()) == 1 and not (world / "endless-run").exists()
+
+
+HEADS = {
+    "bert": "classifier",
+    "roberta": "classifier.out_proj",
+    "gpt2": "score",
+    "t5": "classification_head.out_proj",
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_a_head_is_kept_for_its_own_labels_only(oelm_cli, world, save, family):
+    """In the data's order: bad, good, odd. Of as many others, each would get another's weights."""
+    head = HEADS[family]
+    folder = save(f"labels-{family}", family)
+    if family == "t5":
+        unigram_pieces().save_pretrained(folder)
+    words = ("--method", "linear-probe", "--lr", "0.1")
+    code, _, err = oelm_cli(*start(f"labels-{family}", *words, "--out", f"labels-{family}-run"))
+    assert code == 0 and f"{head}.weight: new, for this task" in err, err
+    trained = world / f"labels-{family}-run" / "model"
+    before = load_file(trained / "model.safetensors")
+    values = json.loads((trained / "config.json").read_text())
+    names = {"0": "odd", "1": "bad", "2": "good"}
+    for number, changes in enumerate(
+        ({}, {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}, {"id2label": None})
+    ):
+        if changes.get("id2label", "") is None:  # default names
+            del values["id2label"], values["label2id"]
+            changes = {"id2label": {str(i): f"LABEL_{i}" for i in range(3)}}
+        (trained / "config.json").write_text(json.dumps(values | changes))
+        out = f"labels-{family}-{number}"
+        code, _, err = oelm_cli(*start(trained, *words[:2], "--lr", "1e-9", "--out", out))
+        assert code == 0, err
+        after = load_file(world / out / "model" / "model.safetensors")
+        near = torch.allclose(before[f"{head}.weight"], after[f"{head}.weight"], atol=1e-6)
+        assert near == (number == 0), (family, changes)
+        assert ("new, for this task: the checkpoint's labels are others" in err) == (number > 0)
+        assert 0 < after[f"{head}.weight"].std() < 0.5
+        assert all(
+            torch.equal(before[key], after[key]) for key in before if head.partition(".")[0] not in key
+        )
+        assert load_as_saved(str(world / out / "model")).config.id2label == {0: "bad", 1: "good", 2: "odd"}
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_a_classifier_is_saved_as_one_whatever_it_was(oelm_cli, world, save, kind):
+    name = f"was-{kind}"
+    save(name, change=config_with(problem_type=kind))
+    code, _, err = oelm_cli("predict", name, "lines.txt")
+    assert code == 2 and kind in err and len(err.strip().splitlines()) == 1
+    code, _, err = oelm_cli(*start(name, "--out", f"{name}-run"))
+    assert code == 0, err
+    folder = str(world / f"{name}-run" / "model")
+    pipe = transformers.pipeline("text-classification", folder, top_k=None)
+    said = {row["label"]: row["score"] for row in pipe(["a fine film"])[0]}
+    assert said == pytest.approx(labels_of(folder, ["a fine film"])[0], abs=1e-5)
+
+
+def test_a_number_is_no_label(oelm_cli, world, save):
+    folder = save("number")
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    code, out, err = oelm_cli("predict", "number", "lines.txt")
+    assert code == 2 and "gives a text a number" in err and not out
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_bare_roberta_reads_as_far_as_its_positions(save):
+    """It counts them from behind its padding's."""
+    folder = save("bare", "roberta", config_with(pad_token_id=1, max_position_embeddings=20))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.RobertaForSequenceClassification(config).save_pretrained(folder)
+    assert Trained(folder).max_length == 18
+    assert next(Trained(folder).predict(["a fine film " * 30]))["label"]
+
+
+def test_segments_a_model_has_no_room_for_are_not_marked(oelm_cli, world, save):
+    folder = save("one-segment", words=False)
+    wordpiece().save_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, type_vocab_size=1)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    rows = [f"good film {i},dog {i},{'yes' if i % 2 else 'no'}" for i in range(40)]
+    (world / "pairs.csv").write_text("\n".join(["a,b,label", *rows]))
+    words = ("--text", "a", "--text-pair", "b", "--out", "one-segment-run")
+    code, _, err = oelm_cli(*start(folder, *words, data="pairs.csv"))
+    assert code == 0, err
+    assert oelm_cli("evaluate", "one-segment-run")[0] == 0
+    assert next(Trained(world / "one-segment-run").predict(["good film\tdog"]))["label"] in ("yes", "no")
 
 
 def test_a_head_of_another_task_is_left_and_a_new_one_made(save):

@@ -18,7 +18,7 @@ from oelm.families import Site, block_gain, family_of, find_sites, frozen_names,
 from oelm.fused import PARTS, SplitQKV
 from oelm.gpt_config import OelmGPTConfig
 from oelm.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
-from oelm.method import HEAD_ROLES, Method, get_method, select_layers
+from oelm.method import HEAD_ROLES, Method, get_method, only_below, select_layers
 from oelm.moved import Sample, head_moves, score_changes, score_scales
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
 from oelm.pretrained import hub_arguments, load_as_saved, load_config
@@ -185,11 +185,18 @@ def _refuse_unfit_weights(sites: list[Site]) -> None:
 
 
 def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
-    """A selection of layers that the model does not have freezes nothing: a mistake, not a wish."""
+    """A selection of layers that the model does not have freezes nothing: a mistake, not a wish. All but the
+    last two of two layers are none, as they should be, where the method freezes something else (`top-2`)."""
+    depths = {role: {site.num_layers for site in sites if site.role == role} for role in method.freeze}
+    selected = {
+        role: not depths[role] or any(select_layers(layers, n) for n in depths[role])
+        for role, layers in method.freeze.items()
+    }
+    frozen = "embeddings" in method.freeze or any(depths[role] and selected[role] for role in depths)
     for role, layers in method.freeze.items():
-        stacks = {site.num_layers for site in sites if site.role == role}
-        if stacks and not any(select_layers(layers, n) for n in stacks):
-            raise UserError(f"freeze {role} = {layers!r} selects none of the model's {max(stacks)} layers")
+        if not selected[role] and not (frozen and only_below(layers, max(depths[role]))):
+            deepest = max(depths[role])
+            raise UserError(f"freeze {role} = {layers!r} selects none of the model's {deepest} layers")
 
 
 def _resolve_init(model: PreTrainedModel, method: Method) -> str:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oelm.errors import UserError
 from oelm.fused import PARTS, SplitQKV, as_linear, part_view
-from oelm.method import Method, select_layers
+from oelm.method import Method, only_below, select_layers
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def _selected(modules: dict[str, nn.Module], layers: str) -> list[nn.Module]:
         if match:
             depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
     chosen = {stack: select_layers(layers, depth) for stack, depth in depths.items()}
-    below = any(0 in numbers for numbers in chosen.values())
+    below = any(0 in chosen[stack] or only_below(layers, depth) for stack, depth in depths.items())
     return [
         module
         for path, module in modules.items()

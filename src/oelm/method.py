@@ -134,6 +134,11 @@ def select_layers(selection: str, num_layers: int) -> set[int]:
     raise UserError(f"{selection!r} does not select layers; use 'all', ':-2', '-2:' or '0,3,5'")
 
 
+def only_below(selection: str, num_layers: int) -> bool:
+    """Whether a selection is all but the last n of n layers: none of them, but what lies below them all."""
+    return selection.replace(" ", "") == f":-{num_layers}"
+
+
 _QK = {"q": "all", "k": "all"}
 _FFN = {"ffn_in": "all", "ffn_out": "all"}
 

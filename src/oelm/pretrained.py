@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -132,6 +134,29 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
         )
     }
     return found | {name for name in shapes if not name.startswith(prefix) and not LAYER.search(name)}
+
+
+@torch.no_grad()
+def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
+    """Start anew the last matrix of a task's head, as transformers starts one that a checkpoint lacks.
+
+    The names of its tensors; nothing is done where they are among the `new` ones already.
+    """
+    prefix = f"{model.base_model_prefix}."
+    path = [
+        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
+    ][-1]
+    head = model.get_submodule(path)
+    names = {f"{path}.{name}" for name, _ in head.named_parameters()}
+    if names <= set(new):
+        return set()
+    for name, parameter in model.named_parameters():
+        parameter._is_hf_initialized = name not in names  # type: ignore[attr-defined]
+    model._init_weights(head)
+    while path:  # some families start a head from the module that holds it
+        path = path.rpartition(".")[0]
+        model._init_weights(model.get_submodule(path))
+    return names
 
 
 def _spare(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:

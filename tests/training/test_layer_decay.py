@@ -11,9 +11,19 @@ from tests.tiny import build
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bert", {"classifier.weight": 0, "layer.2.": 1, "layer.1.": 2, "layer.0.": 3, "bert.embeddings": 4}),
+        (
+            "bert",
+            {
+                "classifier.weight": 0,
+                "pooler": 0,
+                "layer.2.": 1,
+                "layer.1.": 2,
+                "layer.0.": 3,
+                "bert.embeddings": 4,
+            },
+        ),
         ("oelm-gpt", {"ln_f": 1, "h.2.": 1, "h.1.": 2, "h.0.": 3, "wte": 4, "wpe": 4}),
-        ("t5", {"encoder.block.2.": 1, "decoder.block.0.": 3, "shared": 4}),
+        ("t5", {"final_layer_norm": 1, "encoder.block.2.": 1, "decoder.block.0.": 3, "shared": 4}),
     ],
 )
 def test_rates_fall_layer_by_layer(name, expected):

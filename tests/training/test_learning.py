@@ -1,17 +1,22 @@
 """Every kind of task really learns, on real data, on a CPU, in moments."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from oelm.config import make_config
 from oelm.data import Choice, load_task, read_references
 from oelm.data.preparation import split_chunks
 from oelm.errors import UserError
+from oelm.training.build import _load
 from oelm.training.loop import train
 from oelm.training.metrics import question_answering
 from oelm.training.trained import Trained
+from tests import tiny
+from tests.data.made import byte_pairs, unigram_pieces
 
 
 def run(task, out, data_dir, cache, *, train_size=None, max_length=64, tokenizer="train:4096", **training):
@@ -188,3 +193,29 @@ def test_dropout_of_any_architecture_is_a_function_of_the_step(dropout, tmp_path
     assert losses("one") == losses("two")
     saved = json.loads((tmp_path / "one" / "model" / "config.json").read_text())
     assert saved["attention_dropout"] == (0.5 if dropout is None else 0.0)
+
+
+@pytest.mark.parametrize("family", [name for name in tiny.BUILDERS if name != "bert-decoder"])
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_dropout_is_set_wherever_a_model_has_it(family, task, tmp_path):
+    """In the body and in every task's head, whatever the family calls it."""
+    import transformers
+
+    known = tiny.build(family)
+    auto = f"AutoModelFor{task}"
+    named_otherwise = task == "QuestionAnswering" and family in ("llama", "qwen2", "qwen3")
+    if named_otherwise or type(known.config) not in getattr(transformers, auto)._model_mapping:
+        pytest.skip(f"{family} does not do this task")
+    known.save_pretrained(tmp_path)
+    names = [] if task == "QuestionAnswering" else ["a", "b", "c"]
+    words = byte_pairs() if family == "bart" else unigram_pieces()
+    store = SimpleNamespace(kind="any", label_names=names, tokenizer=lambda: words)
+    model, _ = _load(make_config({"model": {"dropout": 0.25}}), store, auto, str(tmp_path))
+    rates = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    numbers = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if "dropout" in key and isinstance(value, float)
+    }
+    assert set(rates.values()) | set(numbers.values()) == {0.25}, rates | numbers

@@ -17,8 +17,8 @@ from oelm.training.objective import make_objective
 from oelm.training.trained import Trained, prepared_store
 from tests import tiny
 from tests.command_line import caller
-from tests.data.made import parquet, sentence
-from tests.training.language_models import corpus, random_model
+from tests.data.made import parquet, sentence, wordpiece
+from tests.training.language_models import corpus, random_model, tokenizer
 
 LM_STEPS = ("--steps", 6, "--batch-size", 4, "--lr", "1e-2", "--max-length", 48)
 
@@ -193,3 +193,46 @@ def test_a_language_model_may_not_see_what_it_predicts(family, tmp_path):
     else:
         with pytest.raises(UserError, match="sees the tokens that follow"):
             _refuse_seeing_ahead(model, family)
+
+
+def test_a_prompt_is_encoded_as_a_corpus_is(tmp_path):
+    """Without what the tokenizer puts after a text, and from what stands before one where it is empty."""
+    words = wordpiece()
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=len(words))
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    trained = Trained(tmp_path)
+    seen = []
+    write = trained.model.generate
+    trained.model.generate = lambda ids, **options: seen.append(ids[0].tolist()) or write(ids, **options)
+    for prompt in ("the film was", "", "[SEP]"):
+        trained.generate(prompt, 4, temperature=0.0, top_k=1, seed=0)
+    assert seen[0] == words("the film was", add_special_tokens=False)["input_ids"]
+    assert seen[1] == [words.sep_token_id]
+    assert words.sep_token_id not in seen[2], "a prompt is text"
+
+
+def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path):
+    trained = Trained(random_model("gpt2", tmp_path))
+    trained.tokenizer.bos_token = trained.tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end-of-text token"):
+        trained.generate("", 4, temperature=0.0, top_k=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "said"),
+    [
+        ("bart", "tinystories", "a bart, and such a model does not continue texts"),
+        ("t5", "tinystories", "a t5, and such a model does not continue texts"),
+        ("bart", "ptb-pos", "a bart, and such a model does not tag words"),
+        ("distilbert", "tinystories", "a distilbert, and such a model does not continue texts"),
+    ],
+)
+def test_what_an_architecture_does_not_do_is_said(family, task, said, oelm_cli, tmp_path):
+    tiny.build(family).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    words = ("--model", tmp_path / "model", "--max-length", 16, "--steps", 1, "--out", tmp_path / "run")
+    code, _, err = oelm_cli("train", "--task", task, *words)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()

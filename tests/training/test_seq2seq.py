@@ -331,6 +331,16 @@ def test_nothing_is_written_from_nothing(line: str, tmp_path: Path) -> None:
         Trained(folder).generate(line, 5, temperature=0.0, top_k=1, seed=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_ends_where_the_positions_do(kind: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "model", eos_token_id=None, forced_eos_token_id=None)
+    trained = Trained(folder)
+    trained.model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=trained.model.config.decoder_start_token_id, eos_token_id=None
+    )
+    assert isinstance(trained.generate("the film was good", 60, temperature=0.0, top_k=1, seed=0), str)
+
+
 def oelm_command(root: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OELM_CACHE_DIR": str(root / "cache")}
     return subprocess.run(

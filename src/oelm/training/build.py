@@ -16,7 +16,8 @@ from oelm.errors import UserError
 from oelm.families import family_row
 from oelm.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.method import Method
-from oelm.pretrained import load_checkpoint, load_config
+from oelm.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.training.fit import agree_on_padding, positions_of
 from oelm.training.seq2seq import set_writing
 
 _REFERENCE = {
@@ -36,13 +37,13 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     name = config.model.name or "gpt-tiny"
     seed = config.training.seed
     model: PreTrainedModel
-    new: set[str] = set()
+    note = ""
     if name in PRESETS:
         refuse_seq2seq(name, store.kind)
         model = _REFERENCE[auto_class](_reference_config(config, store, name))
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
-        model, new = _load(config, store, auto_class, name)
+        model, note = _load(config, store, auto_class, name)
     _check_fit(model, store, config)
     if store.kind == SEQ2SEQ:
         set_writing(model, store)
@@ -52,8 +53,8 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
             f"method {report.method} freezes all of {config.model.name}, which has no separate head for this "
             "task: nothing is left to train"
         )
-    if new:
-        report = replace(report, notes=(f"{', '.join(sorted(new))}: new, for this task",))
+    if note:
+        report = replace(report, notes=(note,))
     return model, report
 
 
@@ -94,8 +95,8 @@ def _labels(store: Store) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, set[str]]:
-    """A pretrained model from a folder or the hub, with a head for this task; and which tensors are new."""
+def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, str]:
+    """A pretrained model from a folder or the hub, with a head for this task; and a note on what is new."""
     fields = _labels(store) if auto_class != "AutoModelForCausalLM" else {}
     if auto_class == "AutoModelForQuestionAnswering":
         fields["num_labels"] = 2  # where an answer starts and ends, whatever the checkpoint was made for
@@ -107,18 +108,48 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
     fields |= _dropout(known, config)
     if not known.is_encoder_decoder:
         refuse_seq2seq(name, store.kind)
+    _refuse_other_kinds(known, auto_class, name)
     model, new = load_checkpoint(
         getattr(transformers, auto_class), name, new_head=True, dtype=torch.float32, **fields
     )
+    for module in model.modules():
+        if config.model.dropout is not None and isinstance(module, torch.nn.Dropout):
+            module.p = config.model.dropout  # some heads have a rate that no config names: Llama's for tags
     if auto_class == "AutoModelForCausalLM":
         _refuse_seeing_ahead(model, name)
-    if auto_class == "AutoModelForSequenceClassification" and model.config.pad_token_id is None:
-        model.config.pad_token_id = store.pad_id  # GPT-2 and Llama find a text's last token by it
+    note = f"{', '.join(sorted(new))}: new, for this task" if new else ""
+    others = store.label_names and known.id2label != dict(enumerate(store.label_names))
+    # Where there are as many, each label would inherit the weights of another.
+    if others and (anew := renew_scores(model, new)):
+        note = f"{', '.join(sorted(new | anew))}: new, for this task: the checkpoint's labels are others"
+    if auto_class == "AutoModelForSequenceClassification":
+        agree_on_padding(model, store.tokenizer())
+        if model.config.problem_type is not None:  # what it was for another task
+            model.config.problem_type = "single_label_classification"
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         from oelm.convert import release
 
         release(model)
-    return model, new
+    return model, note
+
+
+_TASKS = {
+    "AutoModelForSequenceClassification": "classify texts",
+    "AutoModelForCausalLM": "continue texts (language modelling)",
+    "AutoModelForTokenClassification": "tag words",
+    "AutoModelForQuestionAnswering": "answer questions",
+    "AutoModelForSeq2SeqLM": "write targets",
+}
+
+
+def _refuse_other_kinds(known: Any, auto_class: str, name: str) -> None:
+    """Say of an architecture that it does not do a task. Half of an encoder-decoder is no language model."""
+    halved = known.is_encoder_decoder and auto_class == "AutoModelForCausalLM"
+    if halved or type(known) not in getattr(transformers, auto_class)._model_mapping:
+        raise UserError(
+            f"{name} is a {known.model_type}, and such a model does not {_TASKS[auto_class]}; name one of "
+            "another kind with --model"
+        )
 
 
 @torch.no_grad()
@@ -136,14 +167,6 @@ def _refuse_seeing_ahead(model: PreTrainedModel, name: str) -> None:
         )
 
 
-# What the families call their dropout rates.
-_DROPOUTS = (
-    "dropout", "hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout_rate",
-    "embedding_dropout", "mlp_dropout", "activation_dropout", "attention_dropout", "attn_pdrop",
-    "attention_probs_dropout_prob",
-)  # fmt: skip
-
-
 def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
     """One rate for every dropout a pretrained architecture has."""
     if config.model.attention_dropout is not None:
@@ -152,7 +175,14 @@ def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
         )
     if config.model.dropout is None:
         return {}
-    found = {key: config.model.dropout for key in _DROPOUTS if hasattr(known, key)}
+    # The families call them hidden_dropout_prob, resid_pdrop, seq_classif_dropout and more; `None` is a rate
+    # that follows another.
+    found = {
+        key: config.model.dropout
+        for key, value in known.to_dict().items()
+        if ("dropout" in key or key.endswith("pdrop"))
+        and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
+    }
     if not found:
         raise UserError(f"model.dropout: {known.model_type} has no dropout to set")
     return found
@@ -166,11 +196,8 @@ def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
             f"the tokenizer {store.meta['tokenizer']['name']} has {store.vocab_size:,} tokens, but the model "
             f"{config.model.name} knows {rows:,}; use the model's own tokenizer (task.tokenizer)"
         )
-    text_config = model.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= model.config.pad_token_id + 1  # they count positions from behind the padding's
-    if not positions or model.config.model_type == "t5":
+    positions = positions_of(model.config)
+    if positions is None:
         return
     for key in ("max_length", "max_target_length"):
         length = getattr(config.task if key == "max_length" else store, key)

@@ -12,6 +12,7 @@ from torch import Tensor
 from oelm.data.answers import windows
 from oelm.data.tokenizer import Encoder, pad_id
 from oelm.errors import UserError
+from oelm.training.fit import agree_on_padding, takes_segments
 from oelm.training.objective import Questions, best_spans
 from oelm.training.seq2seq import write
 
@@ -24,6 +25,7 @@ def answer_lines(
     """For every line one answer; for an empty line one that says nothing. Where a line cannot be read, all
     before it are answered first."""
     done = empty = 0
+    agree_on_padding(model, tokenizer)
     reader = _reader_of(model)(model, tokenizer, max_length)
     remaining = enumerate(lines, 1)
     refused: UserError | None = None
@@ -80,7 +82,7 @@ class Reader(ABC):
         ids = np.full(real.shape, pad_id(self.tokenizer), dtype=np.int64)
         ids[real] = tokens
         arrays = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
-        if second is not None and self.encoder.typed:
+        if second is not None and self.encoder.typed and takes_segments(self.model):
             arrays["token_type_ids"] = ((place >= second[:, None]) & real).astype(np.int64)
         return {name: torch.from_numpy(array).to(self.model.device) for name, array in arrays.items()}
 
@@ -89,6 +91,10 @@ class Labels(Reader):
     """The most likely label of a text, or of a pair, its probability, and those of the others."""
 
     says = ("label", "score", "scores")
+
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        super().__init__(model, tokenizer, max_length)
+        check_one_label(model)
 
     @property
     def pairs(self) -> bool:
@@ -197,6 +203,20 @@ def _fault(halves: list[str]) -> str:
 def writes(model: Any) -> bool:
     """Whether a model reads a source and writes a target for it."""
     return bool(model.config.is_encoder_decoder and model.can_generate())
+
+
+def check_one_label(model: Any) -> None:
+    """Refuse a model that gives a text a number, or several labels at once."""
+    kind = model.config.problem_type
+    if "SequenceClassification" not in type(model).__name__:
+        return
+    if model.config.num_labels == 1 or kind == "regression":
+        raise UserError("this model gives a text a number (regression), not a label; fine-tune it for labels")
+    if kind == "multi_label_classification":
+        raise UserError(
+            "this model gives a text any number of labels (multi_label_classification), and here a text has "
+            "one; fine-tune it for that"
+        )
 
 
 def _reader_of(model: Any) -> type[Reader]:

@@ -83,6 +83,7 @@ class Objective(ABC):
 
     auto_class: str  # the transformers Auto class of its models
     packed = False  # texts end to end instead of padded: set where model and device can do it
+    segments = True  # the second text of a pair is marked: not where the model has no room for it
     static = False  # batches for training have few shapes: set where CUDA graphs want it
 
     def __init__(self, store: Store, label_smoothing: float = 0.0, class_weights: str = "none") -> None:
@@ -106,7 +107,8 @@ class Objective(ABC):
 
     def padded(self, split: str, items: Array) -> Padded:
         widest = self.store.max_length if self.static and split == "train" else None
-        return padded_batch(self.store[split], items, self.store.pad_id, widest)
+        batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
+        return batch if self.segments else replace(batch, token_type_ids=None)
 
     def expect(self, split: str, items: Array) -> None:
         """Have the tokens of these items read from the disk before they are asked for."""

@@ -78,19 +78,19 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     `decay` squared for the one below, and so on down to the embeddings.
 
     A layer is the first number in a parameter's name. What has none lies below all layers where it is an
-    embedding, and above them otherwise (a last norm, a pooler). The stacks of an encoder-decoder are
-    counted each from its own top.
+    embedding; a last norm goes with the top layer, a pooler with the head, which it is a part of. The stacks
+    of an encoder-decoder are counted each from its own top.
     """
     names = [name for name, _ in model.named_parameters()]
     if decay == 1:
         return dict.fromkeys(names, 1.0)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {name: re.search(r"(.*?\.)(\d+)\.", name) for name in names}
     depths: dict[str, int] = {}  # of a stack, by the name before the number
     for match in found.values():
         if match:
             depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
+    bodies = {stack.partition(".")[0] for stack in depths}  # T5 has its two beside its head, others one
     deepest = max(depths.values(), default=0)
     scales = {}
     for name, parameter in model.named_parameters():
@@ -100,7 +100,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
         elif match:
             power = depths[match[1]] - int(match[2])
         else:
-            power = 1 if name.startswith(prefix) else 0
+            power = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
         scales[name] = decay**power
     return scales
 

@@ -16,17 +16,18 @@ from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
 from oelm.data.catalogue import LM, SEQ2SEQ
-from oelm.data.tokenizer import load_tokenizer, pad_id
+from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.gpt_sizes import PRESETS
 from oelm.pretrained import load_as_saved, load_config
 from oelm.training.build import refuse_seq2seq
 from oelm.training.display import Display
 from oelm.training.evaluate import evaluate
+from oelm.training.fit import agree_on_padding, positions_of, takes_segments
 from oelm.training.folder import read_config
 from oelm.training.language_quality import Writing, check_language_model, generation_quality
 from oelm.training.lineage import check_start, model_folder
-from oelm.training.lines import Targets, answer_lines, writes
+from oelm.training.lines import Targets, answer_lines, check_one_label, writes
 from oelm.training.objective import make_objective
 from oelm.training.parallel import autocast_of, process_state, resolve_precision
 from oelm.training.zero_shot import make_question, read_items, zero_shot
@@ -127,7 +128,7 @@ class Trained:
     def max_length(self) -> int:
         if self.config is not None:
             return self.config.task.max_length
-        positions = int(getattr(self.model.config, "max_position_embeddings", 512))
+        positions = positions_of(self.model.config) or 512
         return min(LONGEST, positions, int(self.tokenizer.model_max_length))
 
     @property
@@ -168,7 +169,9 @@ class Trained:
         """
         store = self.store(changes)
         self._check_kind(store)
+        agree_on_padding(self.model, self.tokenizer)
         objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
+        objective.segments = takes_segments(self.model)
         if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
@@ -186,7 +189,9 @@ class Trained:
     def _check_kind(self, store: Store) -> None:
         if store.kind == LM:
             check_language_model(self.model, "a corpus")
-        elif self.model.can_generate() and not self.writes:
+            return
+        check_one_label(self.model)
+        if self.model.can_generate() and not self.writes:
             raise UserError(
                 f"{self.folder} is a language model, and {store.task} has labels: fine-tune it with "
                 "`oelm train --model`, or ask it with --zero-shot"
@@ -230,13 +235,12 @@ class Trained:
             chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         if self.writes:
             torch.manual_seed(seed)
-            chosen["max_new_tokens"] = new_tokens
+            chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
             reader = Targets(self.model, self.tokenizer, self.max_length)
             return str(next(reader.answers([prompt], **chosen))["target"])
-        prompt = prompt or self.tokenizer.bos_token
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.device)
+        ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
         room = self._positions() - ids.shape[1]
         if room < 1:
             raise UserError(
@@ -253,9 +257,16 @@ class Trained:
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """A prompt as a corpus is encoded, without the template's closing: what follows it is text. Where the
+        template begins with a beginning of text (Llama), so does the prompt; an empty one has to."""
+        encoder, bos = Encoder(self.tokenizer, 1 << 30), self.tokenizer.bos_token_id
+        ids = [*(i for i in encoder.single[0] if i == bos), *encoder.ids([prompt])[0]]
+        return ids or [boundary_id(self.tokenizer) if bos is None else bos]
+
     def _positions(self) -> int:
         """How long a text can be. Positions past its windows are as random as a run from scratch began."""
-        most = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
+        most = positions_of(self.model.config) or 1 << 30
         started_here = self.config is not None and self.config.model.name in PRESETS
         if started_here and self.model.config.positions == "learned":
             return min(most, self.max_length)
