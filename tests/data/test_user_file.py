@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from oelm.data import load_file, prepare
+from oelm.data.dataset import Dataset
 from oelm.errors import UserError
 from tests.data.made import labelled, parquet, write_csv, write_jsonl
 
@@ -148,6 +149,21 @@ def test_empty_texts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert data.dropped == {"empty texts": 10}
     assert sum(data.sizes().values()) == 40
     assert "10 rows dropped: empty texts" in data.warnings
+
+
+def test_pairs_without_one_of_their_texts_are_dropped_and_counted(tmp_path: Path) -> None:
+    whole = [[f"one {i}", f"two {i}", "ab"[i % 2]] for i in range(40)]
+    halves = [["", "two", "a"], ["one", " \n", "b"], ["", "", "a"]]
+
+    def read(rows: list[list[str]]) -> Dataset:
+        return load_file(write_csv(tmp_path / "x.csv", ["text", "other", "label"], rows), text_pair="other")
+
+    data = read(whole + halves)
+    assert data.dropped == {"empty texts": 3}
+    assert sum(data.sizes().values()) == 40
+    # A store that was made with the halves must not be found again; one without any is what it was.
+    assert "whole_pairs" in data.fingerprint()
+    assert "whole_pairs" not in read(whole).fingerprint()
 
 
 def test_texts_in_train_and_test_are_counted(tmp_path: Path) -> None:

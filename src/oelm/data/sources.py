@@ -175,7 +175,7 @@ def load_file(
     kind, metric = (SEQ2SEQ, "f1") if target else (CLASSIFICATION, "accuracy")
     dataset = Dataset(Path(path).stem, kind, parts, metric, [], identity)
     for part in parts:
-        data.survey(dataset, part)
+        data.survey(dataset, part, whole_pairs=text_pair is not None)
         if not len(part.keys):
             raise UserError(f"{part.source.name} has no rows")
     if kind == CLASSIFICATION:
