@@ -270,6 +270,15 @@ def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):
         assert len(out.splitlines()) == 2  # what comes before is answered
 
 
+def test_status_shows_runs_that_were_imported(oelm_cli, run, world):
+    imported = world / "imported" / "runs" / "b"
+    shutil.copytree(run, imported, ignore=shutil.ignore_patterns("model", "lock", "checkpoints"))
+    shutil.copytree(imported, imported.with_name(".b.part"))  # one that is still being copied
+    (status,) = json.loads(oelm_cli("status", "imported", "--json")[1])
+    assert (status["folder"], status["status"], status["step"]) == ("imported/runs/b", "completed", 60)
+    assert not (imported / "lock").exists()
+
+
 def test_an_audit_that_fails_names_what_was_changed(oelm_cli, run, world):
     tampered = world / "tampered"
     shutil.copytree(run, tampered)
