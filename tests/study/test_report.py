@@ -479,6 +479,25 @@ def test_a_folder_without_runs_is_one_line_and_exit_code_2(tmp_path):
     assert done.stderr == f"oelm: {tmp_path} holds no run that has ended\n"
 
 
+def test_a_folder_above_studies_is_refused_with_their_names(tmp_path):
+    studies = [make_study(tmp_path / name, lrs=(3e-4,), seeds=1) for name in ("a", "b")]
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "study.toml").write_text("")  # without runs it is nothing to report on
+    with pytest.raises(UserError, match=f"report on {studies[0]} or {studies[1]}$"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.md").exists()
+    assert write_report(studies[0]).analysis.study is not None
+
+
+def test_runs_that_were_interrupted_have_not_ended(tmp_path):
+    stopped = {"status": "interrupted", "reason": "told to stop", "best": None, "test": None}
+    copy_run(tmp_path / "s" / "a", "baseline", "imdb", 3e-4, 1, 0.8, results=stopped)
+    with pytest.raises(UserError, match=r"s holds no run that has ended$"):
+        write_report(tmp_path / "s")
+    copy_run(tmp_path / "s" / "b", "baseline", "imdb", 3e-4, 2, 0.8, results=stopped | {"status": "failed"})
+    assert "every run that has ended is of baseline" in summary(write_report(tmp_path / "s").analysis)
+
+
 def test_five_hundred_runs_are_reported_within_ten_seconds(tmp_path):
     """Seconds of work, Python's start included: what other processes take meanwhile is not counted."""
     out = make_study(
