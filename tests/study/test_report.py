@@ -141,6 +141,38 @@ def test_a_difference_too_small_to_matter_is_called_so():
     assert "0.50 points more" in sentence and "within the margin of 1 point said not to matter" in sentence
 
 
+# Differences in hundredths of a point: a bootstrap interval without 0 beside a permutation test's p = 0.064,
+# and one with 0 beside p = 0.014.
+APART = (-339, -132, 40, 55, -139, 44, -2, 54, 30, 23, 45, -640, 56, -175, 46, -5, 6, -223, -34, -216)
+ACROSS = (148, 49, 339, 50, -479, 81, 231, 69, 146, 35, 125, 92, 15, 30, 215, 459, 113, 204, 84, 57)
+
+
+def differing_by(hundredths, method="oelm"):
+    found = [run("baseline", seed, 0.8) for seed in range(1, len(hundredths) + 1)]
+    return found + [run(method, seed, 0.8 + d / 1e4) for seed, d in enumerate(hundredths, 1)]
+
+
+def test_where_interval_and_test_disagree_it_is_said_which_decides():
+    sentence = said(differing_by(APART))
+    assert "do not decide between oelm and baseline" in sentence and "fits" not in sentence
+    assert "−1.90 to −0.14, leaves 0 out, but the permutation test does not (p = 0.064)" in sentence
+    assert "where the two disagree the test decides" in sentence
+    sentence = said(differing_by(ACROSS))
+    assert "more accuracy than baseline (95 % interval −0.06 to 1.68, n = 20 seeds, p = 0.014)" in sentence
+    assert "although the interval, a bootstrap's, reaches to 0" in sentence
+    text = Page(rendered(differing_by(APART))[0]).text
+    assert "Interval and p value disagree about 0 for oelm (imdb)" in text
+    assert "it need not lie inside the other" in text
+    text = Page(rendered(pairs(5.0))[0]).text
+    assert "disagree" not in text and "need not lie inside" not in text
+
+
+def test_an_interval_without_0_beside_a_corrected_p_is_explained():
+    few = (150, 400, 200, 100, 400, -60)  # p = 0.04 by itself, a t test's
+    records = differing_by(few) + differing_by((10, -10, 20, -20, 10, 300), "oelm-random")[len(few) :]
+    assert "leaves 0 out, but p, corrected for 2 comparisons, does not (p = 0.0" in said(records)
+
+
 def test_what_the_data_do_not_decide_is_not_decided():
     sentence = said(pairs(0.1, spread=10.0))
     found = re.search(r"anything from −(\d+\.\d) to \+(\d+\.\d) fits; more seeds would narrow it", sentence)
