@@ -89,10 +89,11 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze mends that)"
         raise AuditError(
-            f"the audit found {len(problems)} problem(s):\n  "
+            f"the audit failed, it found {len(problems)} problem(s):\n  "
             + "\n  ".join(problems[:20])
             + more
-            + (hint if before is None and any("the method freezes it" in p for p in problems) else "")
+            + (hint if before is None and any("the method freezes it" in p for p in problems) else ""),
+            problems,
         )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     return Audit(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm import cli_options as options
-from oelm.errors import UserError
+from oelm.errors import AuditError, UserError
 
 if TYPE_CHECKING:
     from oelm.config import RunConfig
@@ -277,10 +277,18 @@ def generate(
 
 @app.command()
 def audit(run: Run, as_json: options.AsJson = False) -> None:
-    """Check that a finished run's frozen weights never moved. Example: oelm audit runs/x"""
+    """Check that a finished run's frozen weights never moved; exit code 1 where they did.
+
+    Example: oelm audit runs/x
+    """
     from oelm.training.trained import Trained
 
-    checked = Trained(run).audit()
+    try:
+        checked = Trained(run).audit()  # to load a model is to audit it, too
+    except AuditError as error:
+        if as_json:
+            typer.echo(json.dumps({"problems": error.problems}))
+        raise AuditError(f"{run}: {error}", error.problems) from None
     if as_json:
         typer.echo(json.dumps(checked.to_dict()))
         return

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from oelm.errors import UserError
+from oelm.errors import AuditError, UserError
 from oelm.families import family_row
 
 HUB_ARGUMENTS = (
@@ -98,7 +98,7 @@ def load_checkpoint(
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, UserError):
+            if isinstance(error, UserError | AuditError):
                 raise
             raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
     shapes = {key: (tuple(found), tuple(wanted)) for key, found, wanted in info["mismatched_keys"]}

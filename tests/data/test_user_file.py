@@ -1,5 +1,6 @@
 """A user's own file: labels, splits, subsets, and every mistake named with its file and row."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from oelm.data import load_file, prepare
+from oelm.data.dataset import Dataset
 from oelm.errors import UserError
 from tests.data.made import labelled, parquet, write_csv, write_jsonl
 
@@ -64,6 +66,58 @@ def test_labels_of_a_csv_become_classes(tmp_path: Path, values: list[str], names
     assert load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows)).label_names == names
 
 
+HUGE = "1" + "0" * 5000  # more digits than int() takes
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["9007199254740993", "9007199254740992", "5"], ["5", "9007199254740992", "9007199254740993"]),
+        ([HUGE, "+7.0", "-7"], ["-7", "7", HUGE]),
+        (["2", "01", "1", "001"], ["001", "01", "1", "2"]),
+        (["1_0", "10", "1e1"], ["10", "1_0", "1e1"]),
+        (["1e5", "1E5", "2"], ["1E5", "1e5", "2"]),
+        (["inf", "1"], ["1", "inf"]),
+        (["١", "1"], ["1", "١"]),
+        (["1", "1.0", "01"], ["01", "1", "1.0"]),
+    ],
+)
+def test_labels_that_are_written_differently_are_not_merged(
+    tmp_path: Path, values: list[str], names: list[str]
+) -> None:
+    rows = [[f"text {i}", values[i % len(values)]] for i in range(60)]
+    data = load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
+    assert data.label_names == names
+    assert np.bincount(data.parts[0].labels).tolist() == [60 // len(values)] * len(values)
+
+
+def test_large_integers_of_a_typed_source_are_exact(tmp_path: Path) -> None:
+    for values in ([10**400, 1], [2**53 + 1, 2**53, 3]):
+        rows = _labels([values[i % len(values)] for i in range(60)])
+        names = [str(value) for value in sorted(values)]
+        assert load_file(write_jsonl(tmp_path / "x.jsonl", rows)).label_names == names
+
+
+def test_a_test_file_s_labels_are_names_where_the_training_file_s_are(tmp_path: Path) -> None:
+    train = write_csv(
+        tmp_path / "a.csv", ["text", "label"], [[f"{i}", ["01", "1.0"][i % 2]] for i in range(40)]
+    )
+    test = write_csv(tmp_path / "b.csv", ["text", "label"], [["x", "1.0"]])
+    data = load_file(train, test_file=test)
+    assert [data.label_names[i] for i in data.parts[1].labels] == ["1.0"]
+
+
+def test_labels_that_may_mean_a_missing_one_are_classes_and_said(tmp_path: Path) -> None:
+    values = ["a", "NA", "None", "b"]
+    rows = [[f"text {i}", values[i % 4]] for i in range(60)]
+    data = load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
+    assert data.label_names == ["NA", "None", "a", "b"]
+    assert [w for w in data.warnings if "missing" in w] == [
+        "labels that may mean a missing one are classes here: 'NA' (15 rows), 'None' (15 rows); if they do, "
+        "remove these rows"
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "names"), [([1, 0], ["0", "1"]), ([True, False], ["False", "True"]), ([2.0, 0.0], ["0", "2"])]
 )
@@ -97,6 +151,21 @@ def test_empty_texts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert "10 rows dropped: empty texts" in data.warnings
 
 
+def test_pairs_without_one_of_their_texts_are_dropped_and_counted(tmp_path: Path) -> None:
+    whole = [[f"one {i}", f"two {i}", "ab"[i % 2]] for i in range(40)]
+    halves = [["", "two", "a"], ["one", " \n", "b"], ["", "", "a"]]
+
+    def read(rows: list[list[str]]) -> Dataset:
+        return load_file(write_csv(tmp_path / "x.csv", ["text", "other", "label"], rows), text_pair="other")
+
+    data = read(whole + halves)
+    assert data.dropped == {"empty texts": 3}
+    assert sum(data.sizes().values()) == 40
+    # A store that was made with the halves must not be found again; one without any is what it was.
+    assert "whole_pairs" in data.fingerprint()
+    assert "whole_pairs" not in read(whole).fingerprint()
+
+
 def test_texts_in_train_and_test_are_counted(tmp_path: Path) -> None:
     train, test = labelled(tmp_path / "a.csv", 100), labelled(tmp_path / "b.csv", 20, seed=1)
     lines = train.read_text().splitlines()
@@ -120,6 +189,8 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     (_labels([[0, 1], [1]]), r"row 1: .*holds a list; multi-label tasks are not supported"),
     (_labels(["['a', 'b']", "['a']"]), r"row 1: .*looks like a list; multi-label"),
     (_labels([0.25, 0.5] * 10), r"row 1: label 0.25 .*regression is not supported"),
+    (_labels(["0.25", "1e-05"] * 10), r"row 1: label '0.25' .*regression is not supported"),
+    (_labels([1.0, float("inf")] * 10), r"row 2: label inf .*is not a number that names a class"),
     (_labels(list(range(500))), r"holds 500 different values in 500 rows; that looks like regression"),
     (_labels(["a", "b"] * 10 + ["c"] * 2), r"label 'c' has 2 rows; at least 3 are needed"),
     ([{"text": 5, "label": "a"}], r"row 1: column 'text' holds int '5' where text was expected"),
@@ -134,6 +205,18 @@ def test_labels_and_texts_that_cannot_be_learned_are_refused(
     with pytest.raises(UserError, match=said) as caught:
         load_file(write_jsonl(tmp_path / "x.jsonl", rows))
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_json_cannot_read_and_a_type_that_is_no_class(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"text": "a", "label": {HUGE}}}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl, line 1 is not JSON"):
+        load_file(path)
+    days = [date(2024, 1, 1 + i % 2) for i in range(40)]
+    with pytest.raises(
+        UserError, match=r"row 1: label column 'label' holds date; write the classes as words"
+    ):
+        load_file(parquet(tmp_path / "x.parquet", text=[f"text {i}" for i in range(40)], label=days))
 
 
 def test_a_header_without_rows(tmp_path: Path) -> None:

@@ -141,6 +141,38 @@ def test_a_difference_too_small_to_matter_is_called_so():
     assert "0.50 points more" in sentence and "within the margin of 1 point said not to matter" in sentence
 
 
+# Differences in hundredths of a point: a bootstrap interval without 0 beside a permutation test's p = 0.064,
+# and one with 0 beside p = 0.014.
+APART = (-339, -132, 40, 55, -139, 44, -2, 54, 30, 23, 45, -640, 56, -175, 46, -5, 6, -223, -34, -216)
+ACROSS = (148, 49, 339, 50, -479, 81, 231, 69, 146, 35, 125, 92, 15, 30, 215, 459, 113, 204, 84, 57)
+
+
+def differing_by(hundredths, method="oelm"):
+    found = [run("baseline", seed, 0.8) for seed in range(1, len(hundredths) + 1)]
+    return found + [run(method, seed, 0.8 + d / 1e4) for seed, d in enumerate(hundredths, 1)]
+
+
+def test_where_interval_and_test_disagree_it_is_said_which_decides():
+    sentence = said(differing_by(APART))
+    assert "do not decide between oelm and baseline" in sentence and "fits" not in sentence
+    assert "−1.90 to −0.14, leaves 0 out, but the permutation test does not (p = 0.064)" in sentence
+    assert "where the two disagree the test decides" in sentence
+    sentence = said(differing_by(ACROSS))
+    assert "more accuracy than baseline (95 % interval −0.06 to 1.68, n = 20 seeds, p = 0.014)" in sentence
+    assert "although the interval, a bootstrap's, reaches to 0" in sentence
+    text = Page(rendered(differing_by(APART))[0]).text
+    assert "Interval and p value disagree about 0 for oelm (imdb)" in text
+    assert "it need not lie inside the other" in text
+    text = Page(rendered(pairs(5.0))[0]).text
+    assert "disagree" not in text and "need not lie inside" not in text
+
+
+def test_an_interval_without_0_beside_a_corrected_p_is_explained():
+    few = (150, 400, 200, 100, 400, -60)  # p = 0.04 by itself, a t test's
+    records = differing_by(few) + differing_by((10, -10, 20, -20, 10, 300), "oelm-random")[len(few) :]
+    assert "leaves 0 out, but p, corrected for 2 comparisons, does not (p = 0.0" in said(records)
+
+
 def test_what_the_data_do_not_decide_is_not_decided():
     sentence = said(pairs(0.1, spread=10.0))
     found = re.search(r"anything from −(\d+\.\d) to \+(\d+\.\d) fits; more seeds would narrow it", sentence)
@@ -477,6 +509,25 @@ def test_a_folder_without_runs_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"oelm: {tmp_path} holds no run that has ended\n"
+
+
+def test_a_folder_above_studies_is_refused_with_their_names(tmp_path):
+    studies = [make_study(tmp_path / name, lrs=(3e-4,), seeds=1) for name in ("a", "b")]
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "study.toml").write_text("")  # without runs it is nothing to report on
+    with pytest.raises(UserError, match=f"report on {studies[0]} or {studies[1]}$"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.md").exists()
+    assert write_report(studies[0]).analysis.study is not None
+
+
+def test_runs_that_were_interrupted_have_not_ended(tmp_path):
+    stopped = {"status": "interrupted", "reason": "told to stop", "best": None, "test": None}
+    copy_run(tmp_path / "s" / "a", "baseline", "imdb", 3e-4, 1, 0.8, results=stopped)
+    with pytest.raises(UserError, match=r"s holds no run that has ended$"):
+        write_report(tmp_path / "s")
+    copy_run(tmp_path / "s" / "b", "baseline", "imdb", 3e-4, 2, 0.8, results=stopped | {"status": "failed"})
+    assert "every run that has ended is of baseline" in summary(write_report(tmp_path / "s").analysis)
 
 
 def test_five_hundred_runs_are_reported_within_ten_seconds(tmp_path):

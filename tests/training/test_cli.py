@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from oelm.training.trained import Trained
 from tests.command_line import caller
@@ -268,9 +270,48 @@ def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):
         assert len(out.splitlines()) == 2  # what comes before is answered
 
 
-def test_damage_is_told_in_one_line(oelm_cli, run, world):
-    import shutil
+def test_status_shows_runs_that_were_imported(oelm_cli, run, world):
+    imported = world / "imported" / "runs" / "b"
+    shutil.copytree(run, imported, ignore=shutil.ignore_patterns("model", "lock", "checkpoints"))
+    shutil.copytree(imported, imported.with_name(".b.part"))  # one that is still being copied
+    (status,) = json.loads(oelm_cli("status", "imported", "--json")[1])
+    assert (status["folder"], status["status"], status["step"]) == ("imported/runs/b", "completed", 60)
+    assert not (imported / "lock").exists()
 
+
+def test_an_audit_that_fails_names_what_was_changed(oelm_cli, run, world):
+    tampered = world / "tampered"
+    shutil.copytree(run, tampered)
+    weights = load_file(tampered / "model" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    weights[name][0] *= 1.5
+    save_file(weights, tampered / "model" / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = oelm_cli("audit", tampered)
+    path = name.removeprefix("transformer.").removesuffix(".weight")
+    assert (code, out) == (1, "")
+    assert "tampered: the audit failed, it found 2 problem(s):\n" in err
+    assert f"{path}.weight: not the weight that was frozen" in err and "off from orthonormal" in err
+    code, out, _ = oelm_cli("audit", tampered, "--json")
+    assert code == 1
+    assert len(json.loads(out)["problems"]) == 2
+    code, _, err = oelm_cli("predict", tampered, world / "mine.csv")
+    assert code == 1 and "not the weight that was frozen" in err
+
+
+def test_a_completed_run_whose_model_was_not_kept(oelm_cli, run, world):
+    shutil.copytree(run, world / "bare", ignore=shutil.ignore_patterns("model"))
+    for verb in ("audit", "evaluate", "predict"):
+        code, _, err = oelm_cli(verb, "bare")
+        assert code == 2
+        assert "bare is completed, but its model was not kept: study.models" in err
+    config = world / "bare" / "config.toml"
+    config.write_text(config.read_text().replace("\ntest = true", "\ntest = false"))
+    assert "with training.test = false" in oelm_cli("audit", "bare")[2]
+    (world / "bare" / "results.json").unlink()
+    assert "bare has not finished: it holds no model yet" in oelm_cli("audit", "bare")[2]
+
+
+def test_damage_is_told_in_one_line(oelm_cli, run, world):
     shutil.copytree(run, world / "runs" / "damaged", dirs_exist_ok=True)
     damaged = world / "runs" / "damaged"
     (damaged / "results.json").write_text("{")

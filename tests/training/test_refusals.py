@@ -19,6 +19,7 @@ from oelm.data import open_store
 from oelm.errors import AuditError, RunError, UserError
 from oelm.training import loop
 from oelm.training.checkpoint import read_checkpoint
+from oelm.training.status import run_status
 from tests.data.made import write_csv
 from tests.training.runs import Machine, Strike, kept, make_store, outcome
 
@@ -171,6 +172,26 @@ def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
     monkeypatch.undo()
     assert machine.run(config, out).code == 0  # what spoilt it is gone: nothing else is lost
     assert outcome(out) == outcome(reference)
+
+
+def test_a_failed_run_records_the_step_it_got_to_and_not_the_one_that_looked(
+    machine: Machine,
+    train_here: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = loop._step
+
+    def poisoned(session: Any, *arguments: Any) -> Any:
+        if session.progress.step == 1:
+            session.raw.classifier.weight.data.fill_(float("nan"))
+        return step(session, *arguments)
+
+    monkeypatch.setattr(loop, "_step", poisoned)
+    config, out = machine.config(steps=8, log_every=8, eval_every=8, save_every=0), tmp_path / "run"
+    with pytest.raises(RunError, match="at step 2;"):
+        train_here(config, out)
+    assert (run_status(out).step, run_status(out).of) == (2, 8)
 
 
 def test_a_frozen_weight_that_moves_ends_the_run_at_the_next_save(

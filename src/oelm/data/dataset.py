@@ -97,12 +97,16 @@ def item_texts(kind: str, row: dict[str, Any]) -> tuple[str, ...]:
     return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
 
 
-def survey(dataset: Dataset, part: Part) -> None:
-    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty."""
+def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
+    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty.
+
+    With `whole_pairs` a pair is empty where one of its texts is.
+    """
     written = dataset.kind == SEQ2SEQ  # then both texts are needed, and the source alone makes a duplicate
     keys: list[int] = []
     groups: list[int] = []
     empty: list[bool] = []
+    halves = 0
     for first, chunk in part.rows():
         columns = {role: values for role, values in chunk.items() if role != "label"}
         for role, values in columns.items():
@@ -112,13 +116,16 @@ def survey(dataset: Dataset, part: Part) -> None:
             keys.append(text_key(*(texts[:1] if written else texts)))
             groups.append(text_key(texts[0]))
             there = [bool(text and not text.isspace()) for text in texts]
-            empty.append(not (all(there) if written else any(there)))
+            empty.append(not (all(there) if written or whole_pairs else any(there)))
+            halves += whole_pairs and any(there) and not all(there)
         part.values.extend(chunk.get("label", []))
     part.keys = np.array(keys, dtype=np.uint64)
     part.groups = np.array(groups, dtype=np.uint64)
     part.labels = np.zeros(len(keys), dtype=np.int64)
     part.split = np.full(len(keys), SPLITS.index(part.role), dtype=np.int8)
     dataset.drop(part, np.array(empty, dtype=bool), "empty texts")
+    if halves:  # such rows were kept once: a store made then is another
+        dataset.identity["whole_pairs"] = True
 
 
 def check_values(part: Part, role: str, values: list[Any], first: int) -> None:

@@ -169,7 +169,7 @@ class JsonlSource(FileSource):
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise _bad_bytes(self.paths[0], error) from None
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits, too
             if number == 1 and line.lstrip().startswith(b"["):
                 raise UserError(f"{self.name} is one JSON array; write one object per line instead") from None
             raise UserError(f"{place} is not JSON: {one_line(error)}") from None

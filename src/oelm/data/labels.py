@@ -1,6 +1,9 @@
 """Labels: the classes of a known task, or those a user's column turns out to hold."""
 
 import math
+import re
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,9 @@ from oelm.data.files import Source
 from oelm.errors import UserError
 
 UNLABELLED = -1
+# A whole number as people write one. What only a computer takes for a number (01, 1_0, 1e5) is a code.
+WHOLE = re.compile(r"([+-]?)(0|[1-9][0-9]*)(\.0*)?")
+MAYBE_MISSING = ("na", "n/a", "#n/a", "<na>", "none", "null")  # how programs write that there is no value
 
 
 def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> np.ndarray:
@@ -30,10 +36,12 @@ def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> n
     return found
 
 
-def user_labels(values: list[Any], source: Source, column: str) -> list[str]:
+def user_labels(values: list[Any], source: Source, column: str, as_names: bool = False) -> list[str]:
     """A user's labels as class names, one spelling per class (1, "1" in CSV and 1.0 are "1").
 
-    Missing labels, lists (multi-label), fractions (regression) and mixed types are refused by name.
+    Strings are numbers only where all of them are whole (`WHOLE`) and, with `as_names`, not even then:
+    else they are names and stay as they are, so that codes such as 01 and 1 are two classes. Missing labels,
+    lists (multi-label), fractions (regression) and mixed types are refused by name.
     """
     kinds: dict[str, int] = {}
     for row, value in enumerate(values):
@@ -45,11 +53,15 @@ def user_labels(values: list[Any], source: Source, column: str) -> list[str]:
                 f"{source.where(here)}: label column {column!r} holds {b} here and {a} in row {at + 1}; "
                 "use one type"
             )
-    if "true or false" in kinds:
-        return [str(value) for value in values]
-    if "a number" in kinds or (values and all(_number(value) is not None for value in values)):
-        return _numbers(values, source, column)
-    return [str(value).strip() for value in values]
+    if "a number" in kinds:
+        return [_number_name(value, source.where(row), column) for row, value in enumerate(values)]
+    names = [str(value).strip() for value in values]
+    if "true or false" in kinds or as_names:
+        return names
+    if all_whole(names):
+        return [_plain(name) for name in names]
+    _refuse_fractions(names, source, column)
+    return names
 
 
 def _label_kind(value: Any, place: str, column: str) -> str:
@@ -71,27 +83,53 @@ def _label_kind(value: Any, place: str, column: str) -> str:
                 "only one class per text"
             )
         return "a string"
+    if not isinstance(value, int | float | Decimal):
+        raise UserError(
+            f"{place}: label column {column!r} holds {type(value).__name__}; write the classes as words, "
+            "whole numbers or booleans"
+        )
     return "true or false" if isinstance(value, bool) else "a number"
 
 
-def _number(value: Any) -> float | None:
+def all_whole(names: Iterable[str]) -> bool:
+    """Whether every name is a whole number."""
+    return all(WHOLE.fullmatch(name) for name in names)
+
+
+def _plain(name: str) -> str:
+    """The one spelling of a whole number, digit by digit: a float would round large ones."""
+    found = WHOLE.fullmatch(name)
+    assert found
+    sign, digits, _ = found.groups()
+    return f"-{digits}" if sign == "-" and digits != "0" else digits
+
+
+def _number_name(value: int | float | Decimal, place: str, column: str) -> str:
+    """The class of a number that a file holds as a number."""
+    if not isinstance(value, int):
+        if not math.isfinite(value):
+            raise UserError(f"{place}: label {value} in column {column!r} is not a number that names a class")
+        if value != int(value):
+            raise _fraction(value, place, column)
+    return str(int(value))
+
+
+def _refuse_fractions(names: list[str], source: Source, column: str) -> None:
+    """Refuse strings that are numbers throughout and somewhere a fraction: they were measured."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+        numbers = [Decimal(name) for name in names]
+    except InvalidOperation:
+        return
+    for row, number in enumerate(numbers):
+        if number.is_finite() and number != number.to_integral_value():
+            raise _fraction(names[row], source.where(row), column)
 
 
-def _numbers(values: list[Any], source: Source, column: str) -> list[str]:
-    names = []
-    for row, value in enumerate(values):
-        number = float(value)
-        if not number.is_integer():
-            raise UserError(
-                f"{source.where(row)}: label {value!r} in column {column!r} is a fraction; regression is not "
-                "supported, only classes"
-            )
-        names.append(str(int(number)))
-    return names
+def _fraction(value: Any, place: str, column: str) -> UserError:
+    return UserError(
+        f"{place}: label {value!r} in column {column!r} is a fraction; regression is not supported, "
+        "only classes"
+    )
 
 
 def class_names(labels: list[str], source: Source, column: str) -> list[str]:
@@ -102,6 +140,15 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
             f"{source.name}: label column {column!r} holds {len(names)} different values in "
             f"{len(labels)} rows; that looks like regression, an id or a text, and only classes are supported"
         )
-    if all(_number(name) is not None for name in names):
-        return sorted(names, key=float)
+    if all_whole(names):
+        return sorted(names, key=lambda name: (Decimal(name), name))
     return sorted(names)
+
+
+def missing_warning(names: list[str]) -> str | None:
+    """A warning where some labels may mean that there is none. They may be a class's name, so they stay."""
+    found = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
+    if not found:
+        return None
+    counts = ", ".join(f"{name!r} ({count} row{'s' * (count != 1)})" for name, count in found.items())
+    return f"labels that may mean a missing one are classes here: {counts}; if they do, remove these rows"

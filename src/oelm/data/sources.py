@@ -11,7 +11,7 @@ from oelm.data import dataset as data
 from oelm.data.catalogue import CLASSIFICATION, HELD_OUT, LM, SEQ2SEQ, TOKENS, Task, get_task
 from oelm.data.dataset import DROPPED, HOLD_OUT_SEED, Dataset, Part
 from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, one_line, open_file
-from oelm.data.labels import UNLABELLED, class_names, known_labels, user_labels
+from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
 from oelm.errors import UserError
 
 
@@ -175,7 +175,7 @@ def load_file(
     kind, metric = (SEQ2SEQ, "f1") if target else (CLASSIFICATION, "accuracy")
     dataset = Dataset(Path(path).stem, kind, parts, metric, [], identity)
     for part in parts:
-        data.survey(dataset, part)
+        data.survey(dataset, part, whole_pairs=text_pair is not None)
         if not len(part.keys):
             raise UserError(f"{part.source.name} has no rows")
     if kind == CLASSIFICATION:
@@ -219,8 +219,10 @@ def _label_user_parts(dataset: Dataset, column: str) -> None:
         )
     dataset.label_names = classes
     number = {name: i for i, name in enumerate(classes)}
+    used: list[str] = []
+    named = not all_whole(names)  # then so are the test file's, whatever they look like
     for part in dataset.parts:
-        found = names if part is train else user_labels(part.values, part.source, column)
+        found = names if part is train else user_labels(part.values, part.source, column, named)
         for row, name in enumerate(found):
             if name not in number and part.split[row] != DROPPED:
                 hidden = " (-1 marks hidden labels, as in GLUE's test splits)" if name == "-1" else ""
@@ -229,6 +231,9 @@ def _label_user_parts(dataset: Dataset, column: str) -> None:
                     f"known: {', '.join(classes[:20])}"
                 )
         part.labels = np.array([number.get(name, 0) for name in found], dtype=np.int64)
+        used += [name for name, code in zip(found, part.split, strict=True) if code != DROPPED]
+    if warning := missing_warning(used):
+        dataset.warnings.append(warning)
 
 
 def _check_class_sizes(dataset: Dataset, needed: int) -> None:

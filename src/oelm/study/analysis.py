@@ -39,17 +39,29 @@ def analyse(folder: Path) -> Analysis:
         records, left_out = study_folder.records(damaged)
         changes = study_folder.changes()
     elif folder.is_dir():
+        _refuse_studies_below(folder)
         study, left_out, changes = None, 0, []
         records = list(find_records(folder, damaged))
     else:
         raise UserError(
             f"{folder} is a file, not a folder" if folder.exists() else f"{folder}: no such folder"
         )
-    if not records:
+    if not any(record.completed or record.results["status"] == "failed" for record in records):
         why = f": {damaged[0]}" if damaged else ""
         raise UserError(f"{folder} holds no run that has ended{why}")
     found = analyse_records(records, study, left_out, folder.resolve().name)
     return replace(found, damaged=damaged, changes=changes)
+
+
+def _refuse_studies_below(folder: Path) -> None:
+    """Without its study.toml nobody could tell how the rates of a study's runs were chosen."""
+    below = [path.parent for path in sorted(folder.rglob("study.toml"))]
+    studies = [str(study) for study in below if any(study.rglob("results.json"))]
+    if studies:
+        more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
+        raise UserError(
+            f"{folder} is no study, but there are studies below: report on {' or '.join(studies[:5])}{more}"
+        )
 
 
 def analyse_records(

@@ -191,6 +191,23 @@ class Comparison:
             and self.equivalence.equivalent
         )
 
+    @property
+    def disagreement(self) -> str | None:
+        """Why the 95 % interval says something else about 0 than the verdict, where it does.
+
+        "test": from 20 pairs on the interval comes from another procedure than p. "family": p is corrected
+        for the other comparisons, the interval is not. Either way p decides.
+        """
+        paired = self.paired
+        if self.verdict == "void" or paired is None or paired.p is None:
+            return None
+        if paired.low is None or paired.high is None or paired.low == paired.high:
+            return None
+        apart = paired.low > 0 or paired.high < 0
+        if apart == (self.verdict in ("better", "worse")):
+            return None
+        return "family" if apart and paired.p < LEVEL else "test"
+
 
 PROBLEMS = {
     "few_seeds": f"fewer than {FEWEST_SEEDS} pairs of seeds",

@@ -22,6 +22,7 @@ Array = np.ndarray
 
 SEED = 0
 RESAMPLES = 9999  # with the observed value 10,000, so that p values are round numbers
+BOOTSTRAP = "BCa bootstrap"
 BOOTSTRAP_FROM = 20  # pairs; with fewer a bootstrap knows too little of the tails
 ROUNDING = 1e-12  # differences of scores smaller than this are rounding
 
@@ -125,7 +126,7 @@ def paired(differences: Any, confidence: float = 0.95) -> Paired:
     small = n < BOOTSTRAP_FROM
     low, high, p = (_by_t if small else _by_resampling)(ordered, confidence)
     low, high = sorted((sign * low, sign * high))
-    names = ("paired t", "t") if small else ("sign-flip permutation", "BCa bootstrap")
+    names = ("paired t", "t") if small else ("sign-flip permutation", BOOTSTRAP)
     return Paired(n, mean, float(ordered.std(ddof=1)), low, high, p, *names)
 
 

@@ -174,6 +174,7 @@ def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarra
         if parallel.anyone(bad is not None, session.state):
             ids = session.store["train"].ids[items].tolist() if session.store.kind != "lm" else items.tolist()
             last = session.checkpoints.index().get("last", "none")
+            session.progress.step = first + offset  # so far it got: what came after was in vain
             raise RunError(
                 f"{bad or 'another process met a number that is not finite'} at step {first + offset}; "
                 f"items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "

@@ -36,7 +36,7 @@ class RunStatus:
 
 
 def find_runs(roots: list[Path]) -> list[Path]:
-    """Every run at or below these folders, sorted."""
+    """Every run at or below these folders, sorted; a lock marks one of this machine, results any other."""
     found = []
     for root in roots:
         if not root.exists():
@@ -44,8 +44,18 @@ def find_runs(roots: list[Path]) -> list[Path]:
         files = (
             [root / "config.toml"] if (root / "config.toml").is_file() else sorted(root.rglob("config.toml"))
         )
-        found += [path.parent for path in files if (path.parent / "lock").exists()]
+        found += [
+            path.parent for path in files if _is_run(path.parent) and not _half_copied(path.parent, root)
+        ]
     return found
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("lock", "results.json"))
+
+
+def _half_copied(folder: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in folder.relative_to(root).parts)
 
 
 def run_status(folder: Path) -> RunStatus:
@@ -102,6 +112,8 @@ def tail(path: Path) -> list[dict[str, Any]]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the run."""
+    if not (folder / "lock").exists():  # to ask for it would make it
+        return False
     try:
         lock_file(folder / "lock").close()
     except BlockingIOError:

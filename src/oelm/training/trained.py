@@ -114,11 +114,7 @@ class Trained:
         self.folder = path / "model" if self.config is not None else path
         self.run = path if self.config is not None else None
         if not (self.folder / "config.json").is_file():
-            what = (
-                "has not finished: it holds no model yet"
-                if self.run
-                else "is neither a run nor a saved model"
-            )
+            what = _no_model(path, self.config) if self.config else "is neither a run nor a saved model"
             raise UserError(f"{path} {what}")
         self.device = process_state().device
         self.model: Any = _load_model(self.folder).to(self.device).eval()
@@ -278,6 +274,16 @@ class Trained:
             return audit(self.model)
         recorded = read_json(self.run / "freeze_audit.json")["fingerprint"]
         return audit(self.model, Fingerprint.from_dict(recorded))
+
+
+def _no_model(run: Path, config: RunConfig) -> str:
+    """Why a run's folder holds no model."""
+    results = read_json(run / "results.json") if (run / "results.json").exists() else {}
+    if results.get("status") != "completed":
+        return "has not finished: it holds no model yet"
+    if not config.training.test:
+        return "is completed, but with training.test = false, as for the choice of a rate, no model is saved"
+    return "is completed, but its model was not kept: study.models says which are (best, all or none)"
 
 
 def _load_model(folder: Path) -> PreTrainedModel:

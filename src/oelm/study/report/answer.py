@@ -45,6 +45,9 @@ def clause(view: View, comparison: Comparison) -> str:
         if paired.low is None or paired.low == paired.high:
             return view.words("answer.open_flat", **names, diff=difference, n=paired.n)
         span = view.span(paired.low, paired.high, digits)
+        if (why := comparison.disagreement) is not None:
+            p, count = numbers.equals(comparison.p_holm), len(view.analysis.comparisons)
+            return view.words(f"answer.open_{why}", **names, diff=difference, interval=span, p=p, count=count)
         return view.words("answer.open", **names, diff=difference, interval=span)
     margin = _margin(view, comparison)
     if verdict == "equivalent":
@@ -58,6 +61,9 @@ def clause(view: View, comparison: Comparison) -> str:
         )
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1
+    tail = view.words("answer.negligible", margin=margin) if comparison.negligible else ""
+    if comparison.disagreement is not None:
+        tail += view.words("answer.reaches_0")
     ends = sorted(sign * end for end in (paired.low, paired.high) if end is not None)
     return view.words(
         f"answer.{verdict}_{group.kind}",
@@ -67,7 +73,7 @@ def clause(view: View, comparison: Comparison) -> str:
         interval=view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else numbers.NOTHING,
         n=paired.n,
         p=numbers.equals(comparison.p_holm),
-        tail=view.words("answer.negligible", margin=margin) if comparison.negligible else "",
+        tail=tail,
     )
 
 

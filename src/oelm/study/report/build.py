@@ -10,6 +10,7 @@ from oelm.study.report.document import Block, Bullets, Document, Entry, Paragrap
 from oelm.study.report.notices import Notice, alert, notices
 from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
+from oelm.study.statistics import BOOTSTRAP
 
 CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}
 
@@ -83,7 +84,15 @@ def _certainty(view: View) -> list[Block]:
     table = tables.certainty(view)
     if table is None:
         return []
-    return [table, Paragraph(view.words("section.certainty_note"), tone="note")]
+    words, comparisons = view.words, view.analysis.comparisons
+    notes = [words("section.certainty_note")]
+    if any(c.paired is not None and c.paired.interval == BOOTSTRAP for c in comparisons):
+        notes.append(words("section.two_intervals"))
+    blocks: list[Block] = [table, Paragraph(" ".join(notes), tone="note")]
+    if apart := [c for c in comparisons if c.disagreement]:
+        names = words.items(words("list.with", name=c.method, detail=view.label(c.group)) for c in apart)
+        blocks.insert(1, Paragraph(words("section.disagree", names=names)))
+    return blocks
 
 
 def _across(view: View) -> list[Block]:

@@ -88,6 +88,7 @@ def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
         "p_holm": comparison.p_holm,
         "verdict": comparison.verdict,
         "negligible": comparison.negligible,
+        "disagreement": comparison.disagreement,
         "problems": list(comparison.problems),
     }
 
