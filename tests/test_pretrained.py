@@ -332,18 +332,20 @@ def test_a_bare_roberta_reads_as_far_as_its_positions(save):
     assert next(Trained(folder).predict(["a fine film " * 30]))["label"]
 
 
-def test_segments_a_model_has_no_room_for_are_not_marked(oelm_cli, world, save):
-    folder = save("one-segment", words=False)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_segments_a_model_has_no_room_for_are_not_marked(oelm_cli, world, save, family):
+    folder = save(f"segments-{family}", family, words=False)
     wordpiece().save_pretrained(folder)
-    config = transformers.AutoConfig.from_pretrained(folder, type_vocab_size=1)
-    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    if family == "bert":
+        config = transformers.AutoConfig.from_pretrained(folder, type_vocab_size=1)
+        transformers.BertForSequenceClassification(config).save_pretrained(folder)
     rows = [f"good film {i},dog {i},{'yes' if i % 2 else 'no'}" for i in range(40)]
     (world / "pairs.csv").write_text("\n".join(["a,b,label", *rows]))
-    words = ("--text", "a", "--text-pair", "b", "--out", "one-segment-run")
-    code, _, err = oelm_cli(*start(folder, *words, data="pairs.csv"))
+    out = f"segments-{family}-run"
+    code, _, err = oelm_cli(*start(folder, "--text", "a", "--text-pair", "b", "--out", out, data="pairs.csv"))
     assert code == 0, err
-    assert oelm_cli("evaluate", "one-segment-run")[0] == 0
-    assert next(Trained(world / "one-segment-run").predict(["good film\tdog"]))["label"] in ("yes", "no")
+    assert oelm_cli("evaluate", out)[0] == 0
+    assert next(Trained(world / out).predict(["good film\tdog"]))["label"] in ("yes", "no")
 
 
 def test_a_head_of_another_task_is_left_and_a_new_one_made(save):

@@ -168,6 +168,23 @@ def test_gpt2_classifies_batches_of_texts(oelm_cli, language_model, tmp_path):
     trained_on(oelm_cli, language_model("gpt2", "oelm"), "sst2", "oelm", tmp_path / "run")
 
 
+@pytest.mark.parametrize("family", ["oelm-gpt", "gpt2"])
+def test_a_taggers_head_is_kept_for_its_own_tags_only(family, oelm_cli, language_model, tmp_path):
+    run = tmp_path / "tags"
+    _, weights = trained_on(oelm_cli, language_model(family, "oelm"), "ptb-pos", "baseline", run)
+    model, report, _ = built(run, "ptb-pos", "frozen")
+    assert not report.notes and torch.equal(model.classifier.weight, weights["classifier.weight"])
+    path = run / "model" / "config.json"
+    values = json.loads(path.read_text())
+    assert values["id2label"] == {"0": "LONG", "1": "SHORT"}
+    values |= {"id2label": {"0": "SHORT", "1": "LONG"}, "label2id": {"SHORT": 0, "LONG": 1}}
+    path.write_text(json.dumps(values))
+    model, report, _ = built(run, "ptb-pos", "frozen")
+    assert "classifier.weight: new, for this task: the checkpoint's labels are others" in report.notes[0]
+    assert not torch.allclose(model.classifier.weight, weights["classifier.weight"], atol=1e-3)
+    assert model.config.id2label == {0: "LONG", 1: "SHORT"}
+
+
 def test_a_run_without_a_model_is_told_in_one_line(oelm_cli, language_model, tmp_path):
     (tmp_path / "half").mkdir()
     config = (language_model("oelm-gpt", "oelm") / "config.toml").read_text()

@@ -45,5 +45,6 @@ def positions_of(config: Any) -> int | None:
 
 
 def takes_segments(model: Any) -> bool:
-    """Whether the second text of a pair may be marked: a table of one segment has no row for it."""
-    return int(getattr(model.config, "type_vocab_size", 2)) > 1
+    """Whether the second text of a pair may be marked. A table of one segment has no row for it, and GPT-2,
+    which has no table, would look its mark up among the words."""
+    return int(getattr(model.config, "type_vocab_size", 0) or 0) > 1

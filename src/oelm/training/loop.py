@@ -25,7 +25,6 @@ from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
-from oelm.training.fit import takes_segments
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import live_weights, put_back
 from oelm.training.objective import Measured, make_objective
@@ -71,7 +70,6 @@ def _train(
     parallel.check_sharding(training.fsdp, state)
     with state.main_process_first():
         raw, report = build_model(config, store, objective.auto_class)
-    objective.segments = takes_segments(raw)
     session = None
     try:
         if state.is_main_process:

@@ -15,6 +15,7 @@ from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.read_ahead import read_whole
 from oelm.training import fast, parallel
+from oelm.training.fit import takes_segments
 from oelm.training.half import HalfWeights
 from oelm.training.live_rows import live_weights, set_aside
 from oelm.training.objective import Batch, Objective
@@ -108,6 +109,7 @@ class Stepper:
 def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> Stepper:
     """Place the model, choose the fast paths it can take, wrap it, and give it an optimizer."""
     training = config.training
+    objective.segments = takes_segments(raw)
     precision, _ = parallel.resolve_precision(training.precision, state.device)
     # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
