@@ -143,6 +143,18 @@ def test_a_rate_that_blows_up_leaves_only_good_checkpoints(machine: Machine, tmp
         assert all(value.isfinite().all() for value in found.model.values())
 
 
+def _poison(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Spoil the weights once so many steps are taken."""
+    step = loop._step
+
+    def poisoned(session: Any, *arguments: Any) -> Any:
+        if session.progress.step == after:
+            session.raw.classifier.weight.data.fill_(float("nan"))
+        return step(session, *arguments)
+
+    monkeypatch.setattr(loop, "_step", poisoned)
+
+
 def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
     machine: Machine,
     unbroken: Unbroken,
@@ -152,14 +164,7 @@ def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
 ) -> None:
     config, reference = unbroken()
     out = tmp_path / "run"
-    step = loop._step
-
-    def poisoned(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == 8:
-            session.raw.classifier.weight.data.fill_(float("nan"))
-        return step(session, *arguments)
-
-    monkeypatch.setattr(loop, "_step", poisoned)
+    _poison(monkeypatch, after=8)
     with pytest.raises(RunError, match="the loss is nan at step 9; items of that batch: ") as caught:
         train_here(config, out)
     assert "the last good checkpoint is step-00000006" in str(caught.value)
@@ -180,14 +185,7 @@ def test_a_failed_run_records_the_step_it_got_to_and_not_the_one_that_looked(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = loop._step
-
-    def poisoned(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == 1:
-            session.raw.classifier.weight.data.fill_(float("nan"))
-        return step(session, *arguments)
-
-    monkeypatch.setattr(loop, "_step", poisoned)
+    _poison(monkeypatch, after=1)
     config, out = machine.config(steps=8, log_every=8, eval_every=8, save_every=0), tmp_path / "run"
     with pytest.raises(RunError, match="at step 2;"):
         train_here(config, out)

@@ -6,12 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.study.design import Study, StudyConfig
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.runner import Progress, Runner, Slot
 from oelm.training.session import stopping
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from oelm.training.objective import Objective
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
 MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
@@ -51,40 +58,40 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
 
 def check_methods(settings: list[Setting]) -> None:
     """Make every model with every method once: what cannot be made must not cost the runs before it."""
-    from oelm.training.build import build_model
-    from oelm.training.objective import make_objective
-
     seen = []
     for setting in settings:
         if setting.config.model in seen:
             continue
         seen.append(setting.config.model)
         for method in setting.study.methods:
-            config = setting.run_config(replace(setting.any_cell, method=method))
-            training = config.training
-            objective = make_objective(
-                setting.store, config.task.max_length, training.label_smoothing, training.class_weights
-            )
             try:
-                build_model(config, setting.store, objective.auto_class)
+                _built(setting, setting.run_config(replace(setting.any_cell, method=method)))
             except UserError as error:
                 raise UserError(f"{method}: {error}") from None
 
 
-def estimate_run(setting: Setting) -> Estimate:
-    """Build the model once, on the CPU, and count."""
-    from oelm.training import results
+def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
+    """The model of a run, on the CPU, and what it learns."""
     from oelm.training.build import build_model
     from oelm.training.objective import make_objective
-    from oelm.training.parallel import process_state
-    from oelm.training.schedule import total_steps
 
-    config = setting.run_config(setting.any_cell)
     training = config.training
     objective = make_objective(
         setting.store, config.task.max_length, training.label_smoothing, training.class_weights
     )
     model, _ = build_model(config, setting.store, objective.auto_class)
+    return model, objective
+
+
+def estimate_run(setting: Setting) -> Estimate:
+    """Build the model once and count."""
+    from oelm.training import results
+    from oelm.training.parallel import process_state
+    from oelm.training.schedule import total_steps
+
+    config = setting.run_config(setting.any_cell)
+    training = config.training
+    model, objective = _built(setting, config)
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     found = results.estimate(model, objective, config, total_steps(training, plan), process_state())
     return Estimate(found["memory_bytes"], found["time_s"])

@@ -7,6 +7,7 @@ set aside keep the values they had until the run ends, and are then shrunk at on
 decay would have taken step by step.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,12 +102,13 @@ def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
     return int(wanted.sum()), len(wanted)
 
 
-def put_back(model: nn.Module, shrinkage: float = 1.0) -> None:
-    """The embedding as it was, with all rows. Weight decay leaves so much of those that were set aside."""
-    for live in [m for m in model.modules() if isinstance(m, LiveEmbedding)]:
+def put_back(model: nn.Module, shrinkage: Callable[[str], float] = lambda name: 1.0) -> None:
+    """The embedding as it was, with all rows. Weight decay leaves so much of those that were set aside, by
+    the name of the weight."""
+    for name, live in live_weights(model).items():
         live.close()
         live.windows = None  # which holds on to the optimizer
-        aside = live.aside if live.replaced else live.aside * shrinkage
+        aside = live.aside if live.replaced else live.aside * shrinkage(name)
         weight = live.widened(live.weight.detach(), aside)
         _put(model, live, nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=live.padding_idx))
 

@@ -26,7 +26,7 @@ from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
-from oelm.training.live_rows import live_weights, put_back
+from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, start_session, stopping
@@ -289,16 +289,17 @@ def _finish(session: Session) -> dict[str, Any]:
         raise RunError("the run ended without an evaluation")
     best = session.progress.best["step"]
     restore(session.checkpoints.load(best), session.raw, None)
-    for name in live_weights(session.raw):
-        scale = layer_scales(session.raw, session.config.training.layer_decay)[name]
-        put_back(session.raw, shrinkage(session.config.training, scale, best, session.total))
+    training = session.config.training
+    scales = layer_scales(session.raw, training.layer_decay)
+    put_back(session.raw, lambda name: shrinkage(training, scales[name], best, session.total))
     checked = audit(session.raw, session.before)
-    tests = session.config.training.test
     tested = None
-    if tests:
+    if training.test:
         watch = functools.partial(session.display.evaluating, "test")
         tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
-    weights = full_state(session.raw) if tests else {}  # every process takes part: shards are gathered
+    weights = (
+        full_state(session.raw) if training.test else {}
+    )  # every process takes part: shards are gathered
     if not session.main:
         return {}
     folder = session.folder
