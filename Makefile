@@ -13,7 +13,7 @@ help:  ## what the targets do
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,lora]'
 	@touch $@
 
 setup: $(READY)  ## create .venv with the pinned dependencies
