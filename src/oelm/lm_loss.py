@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.errors import UserError
+from oelm.kernels.plain import kernels_allowed
 
 try:
     from oelm.kernels import cross_entropy_triton
@@ -261,7 +262,7 @@ def _no_autocast(kind: str) -> Any:
 
 def _has_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
     # Unfused, the passes over the logits cost a GPU as much time as the products.
-    if cross_entropy_triton is None or dtype == torch.float64:
+    if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
         return False
     return hidden.is_cuda or cross_entropy_triton.INTERPRETED
 

@@ -15,6 +15,7 @@ from oelm.kernels import (
     norm_triton,
     one_query_triton,
     positions_triton,
+    rows_triton,
     value_only_triton,
 )
 
@@ -76,17 +77,19 @@ for head_dim in (64, 128):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
                 check(kernel, *tensors, *[strides] * count, **common, **more, **options)
-check(adamw_triton._coast_kernel, *[numbers] * 4, 16, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
+check(adamw_triton._coast_kernel, *[numbers] * 5, 16, 7, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
 tables = {"PIECE": adamw_triton.PIECE}
 check(adamw_triton._squares_kernel, MockTensor(torch.int64), numbers, numbers, 100, **tables)
 check(
-    adamw_triton._factors_kernel, MockTensor(torch.int64), MockTensor(torch.float64), *[numbers] * 3, 1.0,
+    adamw_triton._factors_kernel, MockTensor(torch.int64), MockTensor(torch.float64), *[numbers] * 4, 1.0,
     WALKERS=adamw_triton.WALKERS,
 )  # fmt: skip
 check(
-    adamw_triton._step_kernel, MockTensor(torch.int64), numbers, numbers, 0.9, 0.1, 0.999, 0.001, 1e-8,
+    adamw_triton._step_kernel, MockTensor(torch.int64), *[numbers] * 3, 0.9, 0.1, 0.999, 0.001, 1e-8,
     **tables, num_warps=8,
 )  # fmt: skip
+check(rows_triton._order_kernel, MockTensor(torch.int64), bounds, bounds, 4700, **rows_triton.ORDER)
+check(rows_triton._row_sums_kernel, numbers, bounds, bounds, numbers, 4700, 512, **rows_triton.SUM)
 check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
 check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, **norm_triton.SUMS)
 for dtype in (torch.bfloat16, torch.float32):

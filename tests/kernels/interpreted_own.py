@@ -23,12 +23,12 @@ from oelm.kernels import (
 )
 from oelm.kernels.own import add_norm, joint_attention, linear_gelu, one_query_attention
 from oelm.kernels.packed import Packing, portable
-from oelm.kernels.rows import pick_rows
+from oelm.kernels.rows import Lookup, pick_rows
 from oelm.training import fast, own_adamw, stepper
 from oelm.training.build import build_model
 from oelm.training.half import HalfWeights
 from oelm.training.objective import make_objective
-from oelm.training.own_adamw import OwnAdamW
+from oelm.training.own_adamw import OwnAdamW, fault_of
 from oelm.training.parallel import process_state
 from oelm.training.schedule import clip_in_step, make_optimizer
 
@@ -162,8 +162,9 @@ def test_steps_of_adamw_without_a_gradient(size: int) -> None:
     rates = [1e-3 * (n + 1) for n in range(16)]
     mine, twin = ([table.clone() for table in tables] for _ in range(2))
     steps = own_adamw.coefficients(rates, 7, group)
-    adamw_triton.coast_(mine[0], mine[1], mine[2], steps, 0.9, 0.999, 1e-8)
-    own_adamw.coast(twin[0], twin[1], twin[2], rates, 7, group)
+    counter = torch.tensor(7.0 + len(rates) - 1)  # the last of them met a fault
+    adamw_triton.coast_(mine[0], mine[1], mine[2], steps, counter, 7, 0.9, 0.999, 1e-8)
+    own_adamw.coast(twin[0], twin[1], twin[2], rates, 7, counter, group)
     for a, b, before in zip(mine, twin, tables, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
         assert not before.any() or not torch.equal(a, before)
@@ -211,6 +212,35 @@ def test_steps_of_adamw_on_all_weights_at_once(clip: float) -> None:
         states = [optimizer.state[weight] for weight in weights]
         found.append((torch.stack(norms), weights, [list(state.values()) for state in states]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_gradient_that_is_not_finite_stops_all_later_steps(own: bool, bad: float) -> None:
+    """Weights, copies, moments and counts stay, even under good gradients, until someone has looked."""
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((70, 64), (5,))]
+    copy = torch.empty(weights[0].shape, dtype=torch.bfloat16)
+    optimizer = OwnAdamW(weights, lr=torch.tensor(1e-2), fused=True)
+    optimizer.clip, optimizer.copies = 1.0, {id(weights[0]): copy}
+    seen = []
+    for step in range(4):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape)
+        if step == 2:
+            weights[0].grad[69, 63] = bad
+        if own:
+            optimizer.gather()
+        if not optimizer.together:
+            clip_in_step(optimizer, weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        states = [value.clone() for w in weights for value in optimizer.state[w].values()]
+        seen.append([*(w.detach().clone() for w in weights), *states, *([copy.clone()] if own else [])])
+    assert optimizer.together == own and float(fault_of(optimizer)) == 1
+    assert not torch.equal(seen[0][0], seen[1][0])
+    for before, after in ((seen[1], seen[2]), (seen[1], seen[3])):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("change", [{"betas": (0.5, 0.9)}, {"maximize": True}, {"amsgrad": True}], ids=str)
@@ -267,6 +297,13 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
     torch.testing.assert_close(others, losses, rtol=2e-3, atol=2e-5)
     for way, other in zip(ways, other_ways, strict=True):
         assert way.norm() > 0 and error(other, way.double()) < 0.02
+
+
+def test_looking_up_is_embedding() -> None:
+    weight, ids = torch.randn(11, 3, requires_grad=True), torch.randint(0, 11, (4, 9))
+    slope = torch.randn(4, 9, 3)
+    found = [torch.autograd.grad(out, weight, slope)[0] for out in (Lookup.apply(weight, ids), weight[ids])]
+    torch.testing.assert_close(*found)
 
 
 def test_the_gradient_of_positions() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -21,6 +22,15 @@ def run(*command: str, **environment: str) -> None:
         [sys.executable, *command], cwd=HERE, env=env | environment, capture_output=True, text=True
     )
     assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_the_kernels_over_the_whole_range_of_their_inputs() -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "kernel_ranges.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_over_the_whole_range_of_their_inputs_on_a_gpu() -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "kernel_ranges.py")
 
 
 @pytest.mark.slow

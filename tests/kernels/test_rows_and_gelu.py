@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import oelm
 from oelm.kernels.gelu import FastGelu
-from oelm.kernels.rows import Lookup, pick_rows
+from oelm.kernels.rows import pick_rows
 from tests.kernels.test_packed import SIZES, packed, padded, texts
 
 
@@ -43,16 +43,6 @@ def test_compiled_blocks_use_it_and_agree():
         linear.zero_grad()
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-def test_looking_up_is_embedding():
-    weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
-    ids = torch.randint(0, 11, (4, 9))
-    grads = []
-    for function in (lambda w: Lookup.apply(w, ids), lambda w: F.embedding(ids, w)):
-        out = function(weight)
-        grads.append(torch.autograd.grad((out * torch.arange(3)).square().sum(), weight)[0])
-    torch.testing.assert_close(*grads)
 
 
 def test_picked_rows_are_counted_through_all_texts():

@@ -212,7 +212,7 @@ def test_coasting_is_adamw_without_a_gradient():
     state = optimizer.state[weight]
     mine = [x.detach().clone() for x in (weight, state["exp_avg"], state["exp_avg_sq"])]
     rates = [1e-2, 3e-3, 5e-2]
-    coast(*mine, rates, 1, optimizer.param_groups[0])
+    coast(*mine, rates, 1, torch.tensor(1.0 + len(rates)), optimizer.param_groups[0])
     weight.grad = torch.zeros(700, 5)
     for rate in rates:
         optimizer.param_groups[0]["lr"] = rate

@@ -4,6 +4,9 @@ A step reads and writes a weight and its two moments, and all it waits for is me
 one launch, in small pieces; a table has their addresses. Gradients are clipped as they are read, and what the
 next step needs, half-precision copies of weights, is written on the way. `training/own_adamw.py` uses it.
 
+Gradients whose norm is not finite set a `fault` that stays: that step and all later ones change nothing,
+until someone has looked.
+
 Steps without a gradient are taken one after another in registers: many of them read and write once.
 `training/row_windows.py` says what for.
 """
@@ -35,8 +38,11 @@ def _moved(weight, mean, square, decay, rate, root, eps):
     return weight - rate * mean / (tl.sqrt(square) / root + eps)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _coast_kernel(weights, means, squares, steps, count, size, beta1, beta2, eps, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "taken"])
+def _coast_kernel(
+    weights, means, squares, steps, counter, count, taken, size, beta1, beta2, eps, BLOCK: tl.constexpr
+):  # fmt: skip
+    count = tl.minimum(count, tl.load(counter).to(tl.int32) - taken)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.load(weights + at, mask=inside, other=0.0)
@@ -73,19 +79,24 @@ def _squares_kernel(pieces, grads, partial, count, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _factors_kernel(addresses, constants, partial, norm, factors, clip, WALKERS: tl.constexpr):
-    """For a program's weight: count the step, and find its factors. Powers want float64."""
+def _factors_kernel(addresses, constants, partial, norm, fault, factors, clip, WALKERS: tl.constexpr):
+    """For a program's weight: count the step, and find its factors. Powers want float64.
+
+    The fault is set by one program while others read it: all of them find the same, before and after.
+    """
     number = tl.program_id(0)
     total = tl.sqrt(tl.sum(tl.load(partial + tl.arange(0, WALKERS)), 0))
     scale = 1.0
     if clip > 0:
         scale = tl.minimum(clip / (total + 1e-6), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    bad = (tl.load(fault) != 0) | (total != total) | (total == float("inf"))
     if number == 0:
         tl.store(norm, total)
+        tl.store(fault, 1.0, mask=bad)
     steps = tl.load(addresses + 2 * number).to(tl.pointer_type(tl.float32))
     rates = tl.load(addresses + 2 * number + 1).to(tl.pointer_type(tl.float32))
     step, rate = tl.load(steps) + 1, tl.load(rates).to(tl.float64)
-    tl.store(steps, step)
+    tl.store(steps, step, mask=bad == 0)
     decay = tl.load(constants + 3 * number)
     first = 1 - tl.exp2(step.to(tl.float64) * tl.load(constants + 3 * number + 1))
     second = 1 - tl.exp2(step.to(tl.float64) * tl.load(constants + 3 * number + 2))
@@ -120,8 +131,10 @@ def _piece_step(
 
 @triton.jit
 def _step_kernel(
-    pieces, factors, grads, beta1, rest1, beta2, rest2, eps, PIECE: tl.constexpr
+    pieces, factors, grads, fault, beta1, rest1, beta2, rest2, eps, PIECE: tl.constexpr
 ):  # fmt: skip
+    if tl.load(fault) != 0:
+        return
     row = pieces + tl.program_id(0).to(tl.int64) * _COLUMNS
     mine = factors + 4 * tl.load(row + 6)
     decay, rate, root, scale = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
@@ -136,21 +149,24 @@ def _step_kernel(
 
 
 def coast_(
-    weight: Tensor, mean: Tensor, square: Tensor, steps: Tensor, beta1: float, beta2: float, eps: float
-) -> None:
-    """`steps` has (rate x weight decay, rate / first bias correction, root of the second) for each."""
+    weight: Tensor, mean: Tensor, square: Tensor, steps: Tensor, counter: Tensor, taken: int,
+    beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    """`steps` has (rate x weight decay, rate / first bias correction, root of the second) for each, of which
+    as many are taken as bring the weight from `taken` steps to those that `counter` has counted."""
     size = weight.numel()
     with torch.cuda.device_of(weight):
         _coast_kernel[(triton.cdiv(size, BLOCK),)](
-            weight, mean, square, steps, len(steps), size, beta1, beta2, eps, BLOCK=BLOCK
+            weight, mean, square, steps, counter, len(steps), taken, size, beta1, beta2, eps, BLOCK=BLOCK
         )
 
 
 def step_(
-    pieces: Tensor, addresses: Tensor, constants: Tensor, grads: Tensor,
+    pieces: Tensor, addresses: Tensor, constants: Tensor, grads: Tensor, fault: Tensor,
     betas: tuple[float, float], eps: float, clip: float,
 ) -> Tensor:  # fmt: skip
     """A step of every weight, by gradients clipped to the norm `clip` unless it is 0. Returns their norm.
+    Where that is not finite, or `fault` is not 0 already, nothing is changed and `fault` becomes 1.
 
     `pieces` (pieces, COLUMNS) is described above; a weight has its `addresses` of the count of its steps and
     of its rate, and its `constants`: weight decay and the logarithms, to the base 2, of the betas.
@@ -161,9 +177,9 @@ def step_(
     with torch.cuda.device_of(grads):
         _squares_kernel[(WALKERS,)](pieces, grads, partial, len(pieces), PIECE=PIECE)
         _factors_kernel[(len(addresses),)](
-            addresses, constants, partial, norm, factors, float(clip), WALKERS=WALKERS
+            addresses, constants, partial, norm, fault, factors, float(clip), WALKERS=WALKERS
         )
         _step_kernel[(len(pieces),)](
-            pieces, factors, grads, beta1, 1 - beta1, beta2, 1 - beta2, eps, PIECE=PIECE, num_warps=8
+            pieces, factors, grads, fault, beta1, 1 - beta1, beta2, 1 - beta2, eps, PIECE=PIECE, num_warps=8
         )
     return norm

@@ -44,14 +44,20 @@ def _query_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS K over keys low..high. Keys after the text's end are zeros, and so is what they add."""
+    """Adds dS K over keys low..high.
+
+    A key after the text's end is hidden before the exponential: its score would be 0, and where all real
+    scores are very negative exp(0 - lse) is infinite, which times a key of zeros is NaN.
+    """
     queries = first_query + tl.arange(0, BLOCK_M)
     for first in range(low, high, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
         k_tile = load(k, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, NEAR_END)
         v_tile = load(v, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, NEAR_END)
         scores = product(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        if NEAR_END:
+            scores = tl.where((keys < length)[None, :], scores, float("-inf"))
         if DIAGONAL:
-            keys = first + tl.arange(0, BLOCK_N)
             scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
         weights = tl.exp2(scores * scale - lse_tile[:, None])
         slopes = product(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
@@ -66,8 +72,9 @@ def _key_gradients(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS^T Q and P^T dO over queries low..high."""
+    """Adds dS^T Q and P^T dO over queries low..high. Keys and queries after the text's end weigh nothing."""
     keys = first_key + tl.arange(0, BLOCK_N)
+    exist = (keys < length)[:, None]
     for first in range(low, high, BLOCK_M):
         queries = first + tl.arange(0, BLOCK_M)
         q_tile = load(q, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
@@ -78,9 +85,8 @@ def _key_gradients(
         else:
             lse_tile, delta_tile = tl.load(lse + queries), tl.load(delta + queries)
         scores = product(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-        if DIAGONAL:
-            scores = tl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
-        weights = tl.exp2(scores * scale - lse_tile[None, :])
+        seen = exist & (keys[:, None] <= queries[None, :]) if DIAGONAL else exist
+        weights = tl.exp2(tl.where(seen, scores, float("-inf")) * scale - lse_tile[None, :])
         v_sums = product(weights.to(grad_tile.dtype), grad_tile, v_sums)
         slopes = product(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         slopes = weights * (slopes - delta_tile[None, :])

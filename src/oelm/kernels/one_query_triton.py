@@ -112,9 +112,11 @@ def _one_query_backward_kernel(
         rows = first + tl.arange(0, BLOCK)
         keys = _load_rows(k, k_strides, rows, end, HEAD_DIM, BLOCK_D)
         values = _load_rows(v, v_strides, rows, end, HEAD_DIM, BLOCK_D)
-        weights = tl.exp2(tl.sum(keys * query[None, :], 1) * scale - normaliser)
+        # As the forward pass computes them, so that weights add up to 1 whatever the size of the scores.
+        scores = tl.where(rows < end, tl.sum(keys * (query * scale)[None, :], 1), float("-inf"))
+        weights = tl.exp2(scores - normaliser)
         slopes = weights * (tl.sum(values * slope[None, :], 1) - delta) * to_score
-        sums += tl.sum(slopes[:, None] * keys, 0)  # keys after the end are zeros
+        sums += tl.sum(slopes[:, None] * keys, 0)
         _store_rows(grad_k, kv_grad_strides, rows, end, slopes[:, None] * query[None, :], HEAD_DIM, BLOCK_D)
         _store_rows(grad_v, kv_grad_strides, rows, end, weights[:, None] * slope[None, :], HEAD_DIM, BLOCK_D)
     _store_row(grad_q, q_grad_strides, text, sums, HEAD_DIM, BLOCK_D)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from oelm.fused import as_autocast
 from oelm.kernels.gelu import gelu_value
 from oelm.kernels.packed import Packing
+from oelm.kernels.plain import kernels_allowed
 
 try:
     from oelm.kernels import attention_triton, gelu_triton, joint_triton, norm_triton, one_query_triton
@@ -36,7 +37,7 @@ def have_own_kernels(device: torch.device, dtype: torch.dtype, d_model: int, hea
 
 def run_here(x: Tensor) -> bool:
     """Whether kernels that were switched on can run on this tensor: a trained model may have moved."""
-    return x.is_cuda or attention_triton.INTERPRETED
+    return kernels_allowed() and (x.is_cuda or attention_triton.INTERPRETED)
 
 
 def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:

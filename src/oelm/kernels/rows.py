@@ -1,8 +1,7 @@
-"""Rows of a matrix by number, with a backward pass that adds them where they belong.
+"""Rows of a matrix by number, with a backward pass that adds them where they belong, in one order.
 
 Indexing and `F.embedding` sort the numbers first, or walk all of them for every column: for the few thousand
-tokens of a step that takes longer than the additions themselves. Which of several equal numbers is added
-first is then left open; `torch.use_deterministic_algorithms` fixes the order.
+tokens of a step that takes longer than the additions themselves.
 """
 
 from typing import Any
@@ -12,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.kernels.packed import Packing
+from oelm.kernels.plain import kernels_allowed
 
 try:
     from oelm.kernels.positions_triton import position_gradient
+    from oelm.kernels.rows_triton import row_sums
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    position_gradient = None  # type: ignore[assignment]
+    position_gradient = row_sums = None  # type: ignore[assignment]
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -26,16 +27,19 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """The embedding of every id."""
-    if weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
-        return Lookup.apply(weight, ids)
-    return F.embedding(ids, weight)
+    return Lookup.apply(weight, ids) if _is_for(weight) else F.embedding(ids, weight)
 
 
 def look_up_positions(weight: Tensor, ids: Tensor, packing: Packing) -> Tensor:
     """The embedding of every token's position in its text, for texts that lie end to end."""
-    if position_gradient is not None and weight.is_cuda and weight.requires_grad and torch.is_grad_enabled():
+    if _is_for(weight):
         return PositionLookup.apply(weight, ids, packing.bounds)
     return look_up(weight, ids)
+
+
+def _is_for(weight: Tensor) -> bool:
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    return trains and weight.is_cuda and row_sums is not None and kernels_allowed()
 
 
 class PositionLookup(torch.autograd.Function):
@@ -58,11 +62,11 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.size = weight.shape
+        ctx.rows = len(weight)
         return F.embedding(ids, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.size).index_add_(0, ids.flatten(), grad.flatten(0, -2)), None
+        return row_sums(grad.flatten(0, -2), ids.flatten(), ctx.rows), None

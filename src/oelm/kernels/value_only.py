@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.errors import UserError
+from oelm.kernels.plain import kernels_allowed
 
 try:
     from oelm.kernels import attention_triton, value_only_triton
@@ -130,6 +131,8 @@ def _use_triton(v: Tensor, implementation: Implementation) -> bool:
 def _why_not_triton(v: Tensor) -> str:
     if value_only_triton is None:
         return "Triton is not installed"
+    if not kernels_allowed():
+        return "this run takes the plain path"
     if not v.is_cuda and not attention_triton.INTERPRETED:
         return f"it needs a GPU, and the tensors are on {v.device}"
     if v.dtype not in attention_triton.DTYPES:

@@ -38,8 +38,12 @@ def _gather(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds P^T dO over queries low..high. DIAGONAL: some of them come before some of the keys."""
+    """Adds P^T dO over queries low..high. DIAGONAL: some of them come before some of the keys.
+
+    Keys and queries after the text's end weigh nothing.
+    """
     keys = first_key + tl.arange(0, BLOCK_N)
+    exist = (keys < length)[:, None]
     for first in range(low, high, BLOCK_M):
         queries = first + tl.arange(0, BLOCK_M)
         q_tile = load(q, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
@@ -48,9 +52,8 @@ def _gather(
             normaliser = tl.load(lse + queries, mask=queries < length, other=float("inf"))
         else:
             normaliser = tl.load(lse + queries)
-        if DIAGONAL:
-            scores = tl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
-        weights = tl.exp2(scores * scale - normaliser[None, :])
+        seen = exist & (keys[:, None] <= queries[None, :]) if DIAGONAL else exist
+        weights = tl.exp2(tl.where(seen, scores, float("-inf")) * scale - normaliser[None, :])
         grad_tile = load(grad, first, length, BLOCK_M, HEAD_DIM, BLOCK_D, NEAR_END)
         sums = product(weights.to(grad_tile.dtype), grad_tile, sums)
     return sums

@@ -41,6 +41,15 @@ def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
     )
 
 
+def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """0, or 1 from the first step on whose gradients are not finite: that step and all later ones change
+    nothing, and `fused` optimizers look here."""
+    if not hasattr(optimizer, "found_inf"):
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    return optimizer.found_inf  # type: ignore[attr-defined]
+
+
 def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a weight before its first step."""
     moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
@@ -122,7 +131,7 @@ class OwnAdamW(torch.optim.AdamW):
         assert closure is None and self.array is not None
         group = self.param_groups[0]
         self.norm = adamw_triton.step_(
-            *self._tables(), self.array, tuple(group["betas"]), group["eps"], self.clip
+            *self._tables(), self.array, fault_of(self), tuple(group["betas"]), group["eps"], self.clip
         )
         return None
 
@@ -179,16 +188,18 @@ def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tenso
 
 
 def coast(
-    weight: Tensor, mean: Tensor, square: Tensor, rates: list[float], taken: int, group: dict[str, Any]
-) -> None:
-    """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far."""
+    weight: Tensor, mean: Tensor, square: Tensor, rates: list[float], taken: int, counter: Tensor,
+    group: dict[str, Any],
+) -> None:  # fmt: skip
+    """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far: until
+    they have taken as many as `counter` has counted. (Steps after a fault are not counted.)"""
     (beta1, beta2), eps = group["betas"], group["eps"]
     if weight.is_cuda and adamw_triton is not None:
         steps = pinned(coefficients(rates, taken, group), weight.device)
-        adamw_triton.coast_(
-            weight, mean, square, steps.to(weight.device, non_blocking=True), beta1, beta2, eps
-        )
+        steps = steps.to(weight.device, non_blocking=True)
+        adamw_triton.coast_(weight, mean, square, steps, counter, taken, beta1, beta2, eps)
         return
+    rates = rates[: int(counter) - taken]
     counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
     nothing = weight.new_zeros(min(CHUNK, weight.numel()))
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):

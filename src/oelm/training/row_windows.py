@@ -109,11 +109,11 @@ class RowWindows:
         assert self.taken is not None
         state = self.optimizer.state[self.live.weight]
         tables = _tables(self.live.weight, state)
-        coast(*tables, self.missed, self.taken, self.group)
+        coast(*tables, self.missed, self.taken, self.steps, self.group)
         for table, mine in zip(tables, self.tables, strict=True):
             table.index_copy_(0, self.rows, mine[: len(self.rows)])
         self.taken += len(self.missed)
-        state["step"].fill_(self.taken)
+        state["step"].copy_(self.steps)
         self.missed.clear()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
-from oelm.training.own_adamw import OwnAdamW
+from oelm.training.own_adamw import OwnAdamW, fault_of
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:
@@ -116,14 +116,14 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
-    every gradient anyway, and `clip_grad_norm_` would read and write them all once more."""
+    every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
+    not finite, this step and all later ones change nothing: see `fault_of`."""
     norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    if clip:
-        coefficient = (clip / (norm + 1e-6)).clamp(max=1.0)  # what clip_grad_norm_ multiplies by
-        # Where fused optimizers look for what a GradScaler would tell them.
-        optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros((), device=norm.device)  # type: ignore[attr-defined]
+    # What clip_grad_norm_ multiplies by. Fused optimizers look here for what a GradScaler would tell them.
+    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
+    fault_of(optimizer).logical_or_(~norm.isfinite())
     return norm
 
 
