@@ -102,6 +102,8 @@ class TrainingConfig:
     class_weights: Literal["none", "balanced"] = "none"
     gradient_checkpointing: bool = False
     fast: bool = True  # packed texts, compiled blocks, CUDA graphs, where the hardware has them
+    fallback: bool = True  # where the fast path gives numbers that are not finite, go on by the plain one
+    deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps; 0: at the end of every epoch
     save_every: int = 500  # steps; evaluations that improve are saved too
@@ -186,11 +188,11 @@ class RunConfig:
 
 
 # Keys that do not change what a run computes.
-INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fast")}
+INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fallback")}
 
-# Keys that came when there were records already, with the value that means what was done before: there they
-# do not stand in a run's identity.
-LATER = {"training": {"layer_decay": 1.0}}
+# Keys added later, with the value that means what was done before: left out of the identity while they have
+# that value, so that older records keep theirs.
+LATER = {"training": {"layer_decay": 1.0, "fast": True, "deterministic": True}}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {

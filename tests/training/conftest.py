@@ -1,11 +1,15 @@
 """What the tests of real runs share: one small data set, one fork server, and the unbroken runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from oelm.config import make_config, read_toml
+from oelm.data import open_store
+from oelm.training import loop
 from tests.training.runs import Machine, make_store, outcome
 
 
@@ -31,3 +35,24 @@ def unbroken(machine: Machine) -> Callable[..., tuple[Path, Path]]:
         return done[key]
 
     return run
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as the forked runs have: the numbers must be theirs, bit for bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train_here(machine: Machine, one_thread: None) -> Callable[..., dict[str, Any]]:
+    """Train in this process, where a test can tamper with what runs."""
+
+    def train(config: Path, out: Path, **options: Any) -> dict[str, Any]:
+        values = read_toml(config)
+        values["task"]["data"] = str(machine.store)
+        return loop.train(make_config(values), open_store(machine.store), out, show=False, **options)
+
+    return train

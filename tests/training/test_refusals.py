@@ -5,16 +5,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from oelm.cli import main
-from oelm.config import make_config, read_toml
 from oelm.data import open_store
 from oelm.errors import AuditError, RunError, UserError
 from oelm.training import loop
@@ -34,27 +32,6 @@ def _tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _status(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "results.json").read_text()))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many threads as the forked runs have: the numbers must be theirs, bit for bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def train_here(machine: Machine, one_thread: None) -> Callable[..., dict[str, Any]]:
-    """Train in this process, where a test can tamper with what runs."""
-
-    def train(config: Path, out: Path, **options: Any) -> dict[str, Any]:
-        values = read_toml(config)
-        values["task"]["data"] = str(machine.store)
-        return loop.train(make_config(values), open_store(machine.store), out, show=False, **options)
-
-    return train
 
 
 def test_two_processes_cannot_write_one_folder(machine: Machine, tmp_path: Path) -> None:
@@ -165,7 +142,9 @@ def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
     config, reference = unbroken()
     out = tmp_path / "run"
     _poison(monkeypatch, after=8)
-    with pytest.raises(RunError, match="the loss is nan at step 9; items of that batch: ") as caught:
+    with pytest.raises(
+        RunError, match="the loss is nan at step 9, by the fast path and by the plain one; items "
+    ) as caught:
         train_here(config, out)
     assert "the last good checkpoint is step-00000006" in str(caught.value)
     assert _status(out)["status"] == "failed"
@@ -187,7 +166,7 @@ def test_a_failed_run_records_the_step_it_got_to_and_not_the_one_that_looked(
 ) -> None:
     _poison(monkeypatch, after=1)
     config, out = machine.config(steps=8, log_every=8, eval_every=8, save_every=0), tmp_path / "run"
-    with pytest.raises(RunError, match="at step 2;"):
+    with pytest.raises(RunError, match="at step 2, by the fast path and by the plain one;"):
         train_here(config, out)
     assert (run_status(out).step, run_status(out).of) == (2, 8)
 

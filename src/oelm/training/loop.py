@@ -8,11 +8,12 @@ import contextlib
 import functools
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -21,15 +22,17 @@ from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
 from oelm.errors import Interrupted, RunError
+from oelm.kernels.plain import plain_path
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
+from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
-from oelm.training.session import Session, Stop, start_session, stopping
+from oelm.training.session import Session, Stop, fall_back, start_session, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
@@ -49,14 +52,20 @@ def train(
     signal or `stop_after` seconds (what was trained is saved, start again to go on), `RunError` where going
     on makes no sense, `UserError` where the run cannot start.
     """
-    with stopping(stop_after) as stop:
-        return _train(config, store, RunFolder(Path(out)), overwrite, show, stop)
+    state = parallel.process_state()
+    with stopping(stop_after) as stop, same_bits(config.training.deterministic, state.device):
+        return _train(config, store, RunFolder(Path(out)), overwrite, show, stop, state)
 
 
 def _train(
-    config: RunConfig, store: Store, folder: RunFolder, overwrite: bool, show: bool, stop: Stop
+    config: RunConfig,
+    store: Store,
+    folder: RunFolder,
+    overwrite: bool,
+    show: bool,
+    stop: Stop,
+    state: PartialState,
 ) -> dict[str, Any]:
-    state = parallel.process_state()
     if config.model.name is None:
         config.model.name = default_model(state.device)
     training = config.training
@@ -98,22 +107,52 @@ def _train(
         folder.close()
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken and not looked at yet: looking waits for the GPU."""
+
+    loss: Tensor
+    norm: Tensor
+    items: np.ndarray
+    tokens: int
+
+
+class NotFinite(Exception):
+    """A step met a number that is not finite. `untouched`: the weights are those of the step before."""
+
+    def __init__(self, what: str, items: list[int], untouched: bool) -> None:
+        super().__init__(what)
+        self.items, self.untouched = items, untouched
+
+
 def _run(session: Session, plan: Plan) -> None:
-    """All steps that are left."""
+    """All steps that are left; by the plain path from the first one on that the fast path cannot compute."""
+    if session.progress.due is not None:
+        _evaluate(session, session.progress.due)
+        _save(session)
+    while True:
+        try:
+            return _steps(session, plan)
+        except NotFinite as bad:
+            step = session.progress.step + 1
+            alone = session.state.num_processes == 1  # several processes would have to do it together
+            again = session.config.training.fallback and not session.plain and alone and bad.untouched
+            if not again:
+                raise _diverged(session, step, bad) from None
+            fall_back(session, step)
+
+
+def _steps(session: Session, plan: Plan) -> None:
     training, progress = session.config.training, session.progress
     session.model.train()
-    if progress.due is not None:
-        _evaluate(session, progress.due)
-        _save(session)
-    # Losses not looked at yet: looking waits for the GPU, so it is also when time can be taken.
-    recent: list[tuple[Tensor, Tensor, np.ndarray]] = []
+    recent: list[Taken] = []
     started = time.perf_counter()
     timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
         if progress.step >= session.total or progress.stopped_early:
             break
-        loss, norm, tokens = _step(session, batches, k)
-        recent.append((loss, norm, batches.batch(k)))
+        recent.append(_step(session, batches, k))
+        norm, tokens = recent[-1].norm, recent[-1].tokens
         last = progress.step == session.total
         due = last or (
             progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
@@ -146,40 +185,49 @@ def _run(session: Session, plan: Plan) -> None:
             started = time.perf_counter()
 
 
-def _step(session: Session, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+def _step(session: Session, batches: Epoch, k: int) -> Taken:
     """One optimizer step, counted."""
-    progress = session.progress
-    loss, norm, tokens = session.take_step(progress.step, batches, k)
+    progress, items = session.progress, batches.batch(k)
+    loss, norm, tokens = session.take_watched_step(progress.step, batches, k)
     progress.step += 1
-    progress.samples += len(batches.batch(k))
+    progress.samples += len(items)
     progress.tokens += tokens
-    return loss, norm, tokens
+    return Taken(loss, norm, items, tokens)
 
 
-def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarray]]) -> float:
-    """The newest loss over all processes. The first loss or gradient that is not finite ends the run.
+def _check_finite(session: Session, recent: list[Taken]) -> float:
+    """The newest loss over all processes. Raises NotFinite at the first loss or gradient that is not finite,
+    with the progress of the step before it.
 
     Only a loss scaler (fp16) lives with infinite gradients: it skips the step.
     """
-    first = session.progress.step - len(recent) + 1
-    value = 0.0
-    for offset, (loss, norm, items) in enumerate(recent):
-        value = float(loss)
-        found = {"loss": value} if session.scaler.is_enabled() else {"loss": value, "gradient": float(norm)}
-        bad = next(
-            (f"the {name} is {number}" for name, number in found.items() if not math.isfinite(number)), None
-        )
+    progress, value = session.progress, 0.0
+    for n, step in enumerate(recent):
+        value, norm = float(step.loss), 0.0 if session.scaler.is_enabled() else float(step.norm)
+        seen = {"loss": value, "gradient": norm}
+        bad = next((f"the {name} is {x}" for name, x in seen.items() if not math.isfinite(x)), None)
         if parallel.anyone(bad is not None, session.state):
-            ids = session.store["train"].ids[items].tolist() if session.store.kind != "lm" else items.tolist()
-            last = session.checkpoints.index().get("last", "none")
-            session.progress.step = first + offset  # so far it got: what came after was in vain
-            raise RunError(
-                f"{bad or 'another process met a number that is not finite'} at step {first + offset}; "
-                f"items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
-                f"the last good checkpoint is {last}; try a lower learning rate"
-            )
+            undone = recent[n:]
+            progress.step -= len(undone)
+            progress.samples -= sum(len(taken.items) for taken in undone)
+            progress.tokens -= sum(taken.tokens for taken in undone)
+            split = session.store["train"]
+            ids = step.items if session.store.kind == "lm" else split.ids[step.items]
+            what = bad or "another process met a number that is not finite"
+            raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
     return parallel.total(value, session.state)
+
+
+def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
+    """The error of a run whose numbers are not finite by the path that is left."""
+    session.progress.step = step  # that far it got
+    ids, last = bad.items, session.checkpoints.index().get("last", "none")
+    tried = "" if session.progress.plain_from is None else ", by the fast path and by the plain one"
+    return RunError(
+        f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
+        f"the last good checkpoint is {last}; try a lower learning rate"
+    )
 
 
 def _log_step(session: Session, epoch: float, loss: float, norm: Tensor) -> None:
@@ -208,7 +256,8 @@ def _evaluate(session: Session, epoch: float) -> bool:
             _save(session)
             raise Interrupted(session.stop.reason)
 
-    measured = evaluate(session.model, session.objective, split, session.autocast, watch)
+    with plain_path(session.plain):
+        measured = evaluate(session.model, session.objective, split, session.autocast, watch)
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = session.objective.metric
@@ -296,7 +345,8 @@ def _finish(session: Session) -> dict[str, Any]:
     tested = None
     if training.test:
         watch = functools.partial(session.display.evaluating, "test")
-        tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
+        with plain_path(session.plain):
+            tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
     weights = (
         full_state(session.raw) if training.test else {}
     )  # every process takes part: shards are gathered

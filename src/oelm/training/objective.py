@@ -275,7 +275,7 @@ class Tagging(Objective):
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         logits = model(**batch.inputs).logits.float()
         labels = batch.targets["labels"]
-        loss = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="sum")
+        loss = token_loss(logits, labels, 0.0)
         width = int(self.store.max_length)  # one width for all batches, so that they stack
         pad = (0, width - labels.shape[1])
         return loss, {

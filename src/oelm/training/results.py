@@ -19,6 +19,7 @@ from oelm.errors import UserError
 from oelm.model_folder import model_card, write_model
 from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
+from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
     from oelm.training.session import Session
@@ -158,7 +159,22 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "texts_per_s": round(texts, 2),
         "peak_memory_bytes": peak_memory(session.state.device),
         "data_fingerprint": session.store.fingerprint,
+        "arithmetic": arithmetic(session),
+        "watch": {"checks": progress.watch.checks, "largest_deviation": progress.watch.largest},
         "paths": asdict(session.paths) | _unrecorded(session),
+    }
+
+
+def arithmetic(session: "Session") -> dict[str, Any]:
+    """What two runs must share to be a pair: version, path, order of sums, kind of device, precision."""
+    device = session.state.device
+    return {
+        "numerics": NUMERICS,
+        "path": "fast" if session.config.training.fast else "plain",
+        "plain_from": session.progress.plain_from,
+        "deterministic": session.config.training.deterministic,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "precision": session.precision,
     }
 
 

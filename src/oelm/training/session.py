@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from accelerate import PartialState
@@ -14,12 +14,16 @@ from oelm.config import RunConfig
 from oelm.data import Store
 from oelm.errors import Interrupted, UserError
 from oelm.training import parallel, results
-from oelm.training.checkpoint import Checkpoints, restore
+from oelm.training.build import build_model
+from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, environment
 from oelm.training.lineage import notes_on_start
-from oelm.training.objective import Objective
+from oelm.training.live_rows import live_weights
+from oelm.training.objective import Objective, make_objective
+from oelm.training.schedule import layer_scales, shrinkage
 from oelm.training.stepper import Stepper, make_stepper
+from oelm.training.watch import Watch
 
 
 @dataclass
@@ -37,7 +41,13 @@ class Progress:
     stopped_early: bool = False
     at_chance: bool = False
     due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
+    plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
+    watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
     warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Progress":
+        return cls(**(state | {"watch": Watch(**state.get("watch", {}))}))
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -80,14 +90,16 @@ def start_session(
     training = config.training
     _, warning = parallel.resolve_precision(training.precision, state.device)
     before = fingerprint(raw.to(state.device))
-    stepper = make_stepper(config, objective, raw, state)
     checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
-    progress = Progress()
     loaded = checkpoints.load_last()
+    scaler = loaded.state.pop("scaler", {}) if loaded is not None else {}
+    progress = Progress() if loaded is None else Progress.of(loaded.state)
+    way = config if progress.plain_from is None else on_the_plain_path(config)
+    stepper = make_stepper(way, objective, raw, state)
+    stepper.config, stepper.watch = config, progress.watch
     if loaded is not None:
         restore(loaded, raw, stepper.optimizer)
-        stepper.scaler.load_state_dict(loaded.state.pop("scaler", {}) or stepper.scaler.state_dict())
-        progress = Progress(**loaded.state)
+        stepper.scaler.load_state_dict(scaler or stepper.scaler.state_dict())
         audit(raw, before)
     start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
     for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
@@ -109,6 +121,37 @@ def start_session(
         session.trackers = results.start_trackers(session)
         session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step, progress.due is None)
     return session
+
+
+def on_the_plain_path(config: RunConfig) -> RunConfig:
+    return replace(config, training=replace(config.training, fast=False))
+
+
+def fall_back(session: Session, step: int) -> None:
+    """Go on by the plain path from `step`, with the weights and moments of the step before.
+
+    The fast path has left these as they were: see `own_adamw.fault_of`.
+    """
+    model, moments = capture(session.raw, session.optimizer)
+    config, progress = session.config, session.progress
+    training, scales = config.training, layer_scales(session.raw, config.training.layer_decay)
+    for name, live in live_weights(session.raw).items():  # rows set aside take the decay they missed
+        shrunk = 1.0 if live.replaced else shrinkage(training, scales[name], step - 1, session.total)
+        model[name][live.idle] *= shrunk
+    objective = make_objective(
+        session.store, config.task.max_length, training.label_smoothing, training.class_weights
+    )
+    raw, _ = build_model(config, session.store, objective.auto_class)
+    stepper = make_stepper(on_the_plain_path(config), objective, raw.to(session.state.device), session.state)
+    restore(Checkpoint(model, moments, {}), raw, stepper.optimizer)
+    audit(raw, session.before)
+    vars(session).update(vars(stepper) | {"config": config, "watch": progress.watch})
+    session.model.train()
+    progress.plain_from = step
+    progress.warn(
+        f"the fast path gave numbers that are not finite at step {step}: from there on the plain path is used"
+    )
+    session.display.say(f"note: {progress.warnings[-1]}")
 
 
 def _habits(config: RunConfig) -> Iterator[str]:

@@ -4,7 +4,7 @@ Training is many of these with a folder around them (`session.py`); a benchmark 
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.read_ahead import read_whole
+from oelm.kernels.plain import plain_path
 from oelm.training import fast, parallel
 from oelm.training.fit import takes_segments
 from oelm.training.half import HalfWeights
@@ -29,6 +30,7 @@ from oelm.training.schedule import (
     set_rate,
     total_steps,
 )
+from oelm.training.watch import Watch, can_watch, compare, has_dropout, numbers, yardstick
 
 AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
@@ -53,12 +55,29 @@ class Stepper:
     windows: RowWindows | None = None  # that the embedding trains through, where it does
     # Whether the data is too large for memory, so that batches are asked for in time.
     reads_ahead: bool = False
+    plain: bool = False  # PyTorch's own operations and nothing else
+    watch: Watch = field(default_factory=Watch)
 
     def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """Step `number` of the run, on batch k of an epoch.
 
         Returns the global batch's mean loss (on this process: its part), the gradients' norm, and the tokens.
         """
+        with plain_path(self.plain):
+            return self._take_step(number, batches, k)
+
+    def take_watched_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+        """The same, compared with the plain path where that is due."""
+        if not can_watch(self) or not self.watch.due(number):
+            return self.take_step(number, batches, k)
+        right = yardstick(self, batches, k)  # before the weights move
+        found = numbers(self, batches, k, plain=False) if has_dropout(self.raw) else None
+        loss, norm, tokens = self.take_step(number, batches, k)
+        found = found or {"loss": float(loss), "grad_norm": float(norm)}
+        self.watch.add(compare(found, right, self.precision, number + 1))
+        return loss, norm, tokens
+
+    def _take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         training, state = self.config.training, self.state
         world = state.num_processes
         if self.reads_ahead and k + AHEAD < len(batches):
@@ -144,6 +163,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         precision=precision,
         paths=paths,
         total=total,
+        plain=not training.fast,
         parameters=list(raw.parameters()),
         reads_ahead=not read_whole(objective.store["train"].tokens),
     )
