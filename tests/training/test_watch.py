@@ -94,14 +94,15 @@ def test_fall_back_can_be_forbidden(
 def test_the_fast_path_is_compared_at_the_first_step_and_now_and_then(
     machine: Machine, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float
 ) -> None:
+    monkeypatch.setattr(watch, "EARLY", 4)
     monkeypatch.setattr(watch, "EVERY", 10)
     config = machine.config()
     config.write_text(config.read_text().replace("dropout = 0.1", f"dropout = {dropout}"))
     found = train_here(config, tmp_path / "run")["watch"]
-    assert found["checks"] == 3 and found["largest_deviation"].keys() == {"loss", "grad_norm"}
+    assert found["checks"] == 4 and found["largest_deviation"].keys() == {"loss", "grad_norm"}
     assert all(value <= 1e-5 for value in found["largest_deviation"].values())
     state = tmp_path / "run/checkpoints/step-00000030/state.json"
-    assert json.loads(state.read_text())["watch"]["checks"] == 3  # so that resuming counts on
+    assert json.loads(state.read_text())["watch"]["checks"] == 4  # so that resuming counts on
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

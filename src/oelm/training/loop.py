@@ -188,7 +188,10 @@ def _steps(session: Session, plan: Plan) -> None:
 def _step(session: Session, batches: Epoch, k: int) -> Taken:
     """One optimizer step, counted."""
     progress, items = session.progress, batches.batch(k)
+    checks, began = session.watch.checks, time.perf_counter()
     loss, norm, tokens = session.take_watched_step(progress.step, batches, k)
+    if session.watch.checks > checks:
+        progress.watch_time_s += time.perf_counter() - began
     progress.step += 1
     progress.samples += len(items)
     progress.tokens += tokens

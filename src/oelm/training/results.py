@@ -155,6 +155,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "tokens": progress.tokens * session.state.num_processes,
         "train_time_s": round(progress.train_time_s, 3),
         "eval_time_s": round(progress.eval_time_s, 3),
+        "watch_time_s": round(progress.watch_time_s, 3),
         "total_time_s": round(progress.train_time_s + progress.eval_time_s, 3),
         "texts_per_s": round(texts, 2),
         "peak_memory_bytes": peak_memory(session.state.device),

@@ -35,6 +35,7 @@ class Progress:
     tokens: int = 0
     train_time_s: float = 0.0
     eval_time_s: float = 0.0
+    watch_time_s: float = 0.0  # of steps in which the fast path was compared; a part of train_time_s
     best: dict[str, Any] | None = None
     final: dict[str, Any] | None = None
     stale: int = 0  # evaluations since the best
