@@ -146,27 +146,33 @@ def exported(config: RunConfig, store: Store) -> Any:
     return model
 
 
-def trainer_run(config: RunConfig, store: Store, out: Path, device: torch.device) -> Curve:
-    """The same run by transformers' Trainer; `training` says nothing that it does not do itself."""
-    training, model = config.training, exported(config, store)
-    assert training.schedule == "cosine" and training.steps is not None and training.batch_size is not None
+def train_by_trainer(
+    model: Any,
+    batches: Dataset[Any],
+    training: TrainingConfig,
+    out: Path,
+    device: torch.device,
+    callbacks: list[TrainerCallback],
+) -> Curve:
+    """What transformers' Trainer logs of every step. A batch is an item; `model` stays on the device."""
+    assert training.schedule == "cosine" and training.steps is not None
     warmup = training.warmup if training.warmup >= 1 else int(training.warmup * training.steps)
-    gpu, bf16 = device.type == "cuda", resolve_precision(training.precision, device)[0] == "bf16"
+    gpu, precision = device.type == "cuda", resolve_precision(training.precision, device)[0]
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=training.steps, per_device_train_batch_size=1,
         gradient_accumulation_steps=training.accumulate, train_sampling_strategy="sequential",
         learning_rate=training.lr, weight_decay=training.weight_decay, adam_beta1=training.betas[0],
         adam_beta2=training.betas[1], adam_epsilon=training.eps, max_grad_norm=training.clip,
-        lr_scheduler_type="cosine", warmup_steps=int(warmup), optim="adamw_torch", bf16=bf16, use_cpu=not gpu,
-        dataloader_pin_memory=gpu, logging_steps=1, logging_nan_inf_filter=False, save_strategy="no",
-        report_to=[], disable_tqdm=True, remove_unused_columns=False,
+        lr_scheduler_type="cosine", warmup_steps=int(warmup), optim="adamw_torch", bf16=precision == "bf16",
+        use_cpu=not gpu, dataloader_pin_memory=gpu, logging_steps=1, logging_nan_inf_filter=False,
+        save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     trainer = WarmedUpFromTheFirstStep(
         model=model,
         args=arguments,
-        train_dataset=Batches(store, config),
+        train_dataset=batches,
         data_collator=lambda items: items[0],
-        callbacks=[FrozenQueriesAndKeys(model)] if config.method.name == "oelm" else [],
+        callbacks=callbacks,
     )
     with contextlib.redirect_stdout(io.StringIO()):  # it prints every log
         trainer.train()
@@ -174,8 +180,16 @@ def trainer_run(config: RunConfig, store: Store, out: Path, device: torch.device
     return {
         "training_loss": [float(line["loss"]) for line in steps],
         "grad_norm": [float(line["grad_norm"]) for line in steps],
-        "validation_loss": validation_loss(model, store, config.task.max_length, device, bf16),
     }
+
+
+def trainer_run(config: RunConfig, store: Store, out: Path, device: torch.device) -> Curve:
+    """The same run of a language model as `our_run`, by transformers."""
+    model, batches = exported(config, store), Batches(store, config)
+    callbacks = [FrozenQueriesAndKeys(model)] if config.method.name == "oelm" else []
+    curve = train_by_trainer(model, batches, config.training, out, device, callbacks)
+    bf16 = resolve_precision(config.training.precision, device)[0] == "bf16"
+    return curve | {"validation_loss": validation_loss(model, store, config.task.max_length, device, bf16)}
 
 
 @torch.no_grad()
