@@ -1,5 +1,7 @@
 """The numerics version: twenty fixed steps whose losses may move only together with the number.
 
+The stored losses come from another machine and are compared loosely, as instruction sets alone move them by
+1e-5; bit for bit, tests/test_guard.py compares with the commit that last raised the number on this machine.
 After a deliberate change: raise NUMERICS in src/oelm/version.py, then `python -m tests.study.test_numerics`.
 """
 
