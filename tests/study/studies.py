@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,16 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
             record["model"] = (folder / "model" / "model.safetensors").read_bytes()
         found[str(folder.relative_to(out))] = record
     return found
+
+
+def wait_for_progress(process: "subprocess.Popen[str]", out: Path, extra: float) -> bool:
+    """Until this process has made steps of its own; False where it ended before."""
+    size = lambda: sum(p.stat().st_size for p in out.rglob("metrics.jsonl")) if out.exists() else 0  # noqa: E731
+    before, began = size(), time.time()
+    while process.poll() is None:
+        fresh = any(p.stat().st_mtime > began for p in out.rglob("metrics.jsonl")) if out.exists() else False
+        if fresh and size() != before:
+            time.sleep(extra)
+            return process.poll() is None
+        time.sleep(0.02)
+    return False
