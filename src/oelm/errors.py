@@ -40,7 +40,7 @@ class AuditError(RuntimeError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on: what happened, of which kind (OUTCOMES, FAULTS), what to do. What is saved stays."""
+    """A run cannot go on: what happened, of which kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
 
     def __init__(self, reason: str, kind: str = "software", advice: str = "") -> None:
         super().__init__(f"{reason}; {advice}" if advice else reason)

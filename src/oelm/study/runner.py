@@ -249,19 +249,21 @@ class Runner:
                 self.workers.remove(worker)
             return
         self.progress.running.remove(run)
+        recorded = self._look_up(run.setting, run.cell)  # that counts, whatever became of its process
+        if recorded:
+            self.progress.news.append(_line(run))
         if answer is not None and answer["status"] == "completed":
-            if self._look_up(run.setting, run.cell):
-                self.progress.news.append(_line(run))
             return
         kind, reason = _cause(worker, answer)
         if kind in OUTCOMES:
-            if self._look_up(run.setting, run.cell):
-                self.progress.news.append(f"{run.name} FAILED: {self.progress.failed[run.name]}")
+            if recorded:
                 return
             kind, reason = "disk", "its record could not be written"
         # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
         self.workers.remove(worker)
         worker.close()
+        if recorded:
+            return
         if self._is_crowded(worker, kind):
             self.slots = [slot for slot in self.slots if slot is not worker.slot]
             self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
@@ -279,6 +281,8 @@ class Runner:
         """Nothing is known about the run: make it again after a pause, or stop the study."""
         if self.stopping:
             return
+        if log is not None and kind in ("process", "software", "device"):
+            reason += f"; see {log}"
         self.faults[run.folder] += 1
         attempts, pauses = self.faults[run.folder], DISK_PAUSES if kind == "disk" else PAUSES
         if attempts <= len(pauses):
@@ -286,9 +290,8 @@ class Runner:
             self.not_before = max(self.not_before, time.monotonic() + pause)
             self.progress.news.append(f"{run.name}: {reason}; trying again in {pause:g} s")
             return
-        seen = f"; see {log}" if log is not None and kind in ("process", "software", "device") else ""
         self.broken = self.broken or RunError(
-            f"{run.name} failed {attempts} times, which says nothing about its method: {reason}{seen}; "
+            f"{run.name} failed {attempts} times, which says nothing about its method: {reason}; "
             f"the study stops here, and what was trained is saved",
             kind,
             f"{ADVICE[kind]}, and start again to go on",
@@ -325,6 +328,8 @@ def _signal(number: int) -> str:
 def _line(run: Run) -> str:
     record = read_record(run.folder)
     assert record is not None
+    if not record.completed:
+        return f"{run.name} FAILED: {record.results['reason']}"
     measured = record.results["test"] or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"
