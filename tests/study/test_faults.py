@@ -115,10 +115,9 @@ def test_a_disk_that_fills_and_empties_again_changes_nothing(data, undisturbed):
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_stops_the_study_and_loses_nothing(data, undisturbed):
-    """Its patience is of a few minutes, so the test takes as long."""
     with small_disk(256 * MIB) as disk:
         out = disk / "s"
-        study = Watched(start(data, out, *MORE, "--jobs", "1"))
+        study = Watched(start(data, out, *MORE, "--jobs", "1", hasty=True))
         study.wait_for(lambda: list(out.glob("runs/*/oelm/choice-*/metrics.jsonl")))
         fill(disk / "filler")
         assert study.end() == 1, study.text
@@ -163,7 +162,7 @@ def test_no_memory_is_a_fault_with_its_own_advice(data, tmp_path):
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     room = int(loaded.split()[1]) * 1024 + 192 * MIB
     out = tmp_path / "s"
-    study = Watched(start(data, out, *MORE, "--jobs", "2", "--model", "gpt-medium-512"))
+    study = Watched(start(data, out, *MORE, "--jobs", "2", "--model", "gpt-medium-512", hasty=True))
     stop = threading.Event()
     limiter = threading.Thread(target=limit_memory, args=(psutil.Process(study.process.pid), room, stop))
     limiter.start()
