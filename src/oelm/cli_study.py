@@ -197,8 +197,6 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         typer.echo(f"model    {what}: {where}")
     for name, reason in progress.failed.items():
         typer.echo(f"failed   {name}: {reason}")
-    if progress.failed:
-        typer.echo("         the same command tries them again")
     typer.echo(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
         raise RunError("nothing was measured: every run that it takes has failed")

@@ -1,12 +1,34 @@
-"""Errors that are the user's to mend: the command line prints them as one line and exits with 2."""
+"""Errors a user meets as one line, and why a run failed as data: a kind, never a text to search in."""
 
 from collections.abc import Sequence
 
 REQUEUE = 75  # EX_TEMPFAIL: the exit code that schedulers take as "start me again"
 
 
+# Kinds of failure. Only an outcome says something about the method, and only an outcome rules a learning
+# rate out. Everything else is a fault: the run is made again, and no conclusion is drawn without it.
+OUTCOMES = {
+    "diverged": "a loss, gradient or weight is not finite",
+    "at_chance": "stopped at chance level, where training.stop_at_chance asks for it",
+}
+FAULTS = {
+    "memory": "the machine has no memory left",
+    "gpu_memory": "the GPU has no memory left",
+    "disk": "files could not be written or read",
+    "process": "a process was lost or told to stop",
+    "device": "the GPU failed",
+    "software": "an error in the software",
+    "input": "something given cannot be used",
+    "unknown": "the record, an old one, does not say why",
+}
+
+
 class UserError(ValueError):
     """Something the user gave cannot be used. The message says what, where, and what to do."""
+
+
+class FolderInUse(UserError):
+    """Another process holds the folder of a run."""
 
 
 class AuditError(RuntimeError):
@@ -18,7 +40,11 @@ class AuditError(RuntimeError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on: no space, numbers that are not finite, nothing learned. What was saved stays."""
+    """A run cannot go on: what happened, of which kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
+
+    def __init__(self, reason: str, kind: str = "software", advice: str = "") -> None:
+        super().__init__(f"{reason}; {advice}" if advice else reason)
+        self.reason, self.kind = reason, kind
 
 
 class Interrupted(Exception):

@@ -16,7 +16,7 @@ from oelm.study.analysis import analyse, analyse_records
 from oelm.study.claims import judge
 from oelm.study.comparison import PROBLEMS, Analysis
 from oelm.study.records import Record
-from tests.study.claim_records import BERT, GRID, MEDIUM, WIGGLE, pairs, run, verdict
+from tests.study.claim_records import BERT, GRID, MEDIUM, WIGGLE, pairs, rates_study, run, trials, verdict
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -147,6 +147,9 @@ def with_problem(code: str) -> Analysis:
         records += [run("baseline", 6, 0.8)]
     if code == "other_rates":
         records = [run(r.method, r.seed, r.test, lr=1e-3 if r.method == "oelm" else 3e-4) for r in records]
+    if code == "unevaluated":
+        tried = trials({"baseline": {1: 3e-4}, "oelm": {1: 3e-4}})
+        return analyse_records([*records, *tried[:-1]], rates_study(1))
     analysis = analyse_records(records, None)
     if code == "unequal_trials":
         (group,) = analysis.groups

@@ -62,6 +62,24 @@ def test_a_failed_run_rules_its_rate_out_and_a_method_that_always_fails_is_named
     assert not [cell for cell in scores if cell.method == "oelm" and not cell.choosing]
 
 
+def test_a_study_waits_for_every_trial_and_a_report_chooses_for_the_methods_that_have_theirs():
+    scores, whole = play(peak({"baseline": 3e-4, "oelm": 3e-4}))
+    lost = Cell("oelm", 1e-3, CHOICE[0], True)
+    rest = {cell: score for cell, score in scores.items() if cell != lost}
+    world = (METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True)
+    waiting, partial = unfold(*world), unfold(*world, partial=True)
+    assert not waiting.decided and waiting.unevaluated == partial.unevaluated == [lost]
+    assert partial.chosen == {"baseline": 3e-4} and not partial.failed
+    assert unfold(*world[:5], scores, True, partial=True) == whole
+
+
+def test_a_method_without_all_its_trials_does_not_widen_the_grid_of_the_others():
+    scores, _ = play(peak({"baseline": 3e-4, "oelm": 3e-4}))
+    rest = {cell: score for cell, score in scores.items() if cell.method != "oelm" or cell.lr == 1e-4}
+    found = unfold(METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True, partial=True)
+    assert found.grid == [1e-4, 3e-4, 1e-3] and found.chosen == {"baseline": 3e-4}
+
+
 def test_one_rate_needs_no_choice():
     scores, matrix = play(peak({"baseline": 1, "oelm": 1}), lrs=[3e-4])
     assert all(not cell.choosing for cell in scores) and set(matrix.chosen.values()) == {3e-4}

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,16 @@ from typer.testing import CliRunner
 from oelm.cli import app
 from oelm.errors import UserError
 from oelm.study.folder import StudyFolder
-from tests.study.studies import MATRIX, RECIPE, environment, make_file, records, run, start
+from tests.study.studies import (
+    MATRIX,
+    RECIPE,
+    environment,
+    make_file,
+    records,
+    run,
+    start,
+    wait_for_progress,
+)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +198,7 @@ def test_a_run_whose_process_dies_is_made_again(data, tmp_path):
     more = ("--seeds", "1", "--set", "training.steps=60")
     assert run(data, whole, *more)[0] == 0
     process = start(data, broken, *more)
-    assert _wait_for_progress(process, broken, extra=0.2)
+    assert wait_for_progress(process, broken, extra=0.2)
     for worker in psutil.Process(process.pid).children():
         worker.kill()
     text, _ = process.communicate(timeout=300)
@@ -221,7 +229,7 @@ def test_ten_kills_change_nothing(data, tmp_path):
     for attempt in range(40):
         process = start(data, broken, *more)
         try:
-            if kills < 10 and _wait_for_progress(process, broken, extra=0.37 * (attempt % 4)):
+            if kills < 10 and wait_for_progress(process, broken, extra=0.37 * (attempt % 4)):
                 os.kill(process.pid, signal.SIGKILL)
                 process.communicate()
                 kills += 1
@@ -235,26 +243,13 @@ def test_ten_kills_change_nothing(data, tmp_path):
     assert records(broken) == records(whole)
 
 
-def _wait_for_progress(process, out: Path, extra: float) -> bool:
-    """Until this process has made steps of its own; False where it ended before."""
-    size = lambda: sum(p.stat().st_size for p in out.rglob("metrics.jsonl")) if out.exists() else 0  # noqa: E731
-    before, began = size(), time.time()
-    while process.poll() is None:
-        fresh = any(p.stat().st_mtime > began for p in out.rglob("metrics.jsonl")) if out.exists() else False
-        if fresh and size() != before:
-            time.sleep(extra)
-            return process.poll() is None
-        time.sleep(0.02)
-    return False
-
-
 @pytest.mark.slow
 def test_told_to_stop_it_saves_and_goes_on(data, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = ("--seeds", "1", "--set", "training.steps=60")
     assert run(data, whole, *more)[0] == 0
     process = start(data, broken, *more)
-    assert _wait_for_progress(process, broken, extra=0.2)
+    assert wait_for_progress(process, broken, extra=0.2)
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "goes on from there" in text
@@ -271,8 +266,13 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(data, tmp_path):
     code, text = run(data, out, "--seeds", "1", "--lrs", "1e-3,1e30")
     assert code == 0, text
     assert text.count("FAILED") == 2 and "try a lower learning rate" in text
-    statuses = [json.loads(p.read_text())["status"] for p in out.rglob("results.json")]
-    assert statuses.count("failed") == 2 and statuses.count("completed") == 4
+    found = {p: json.loads(p.read_text()) for p in out.rglob("results.json")}
+    failures = [results["failure"] for results in found.values() if results["status"] == "failed"]
+    assert failures == [{"kind": "diverged"}] * 2 and len(found) == 6
+    before = {path: path.stat().st_mtime_ns for path in found}
+    code, text = run(data, out, "--seeds", "1", "--lrs", "1e-3,1e30")
+    assert code == 0 and text.count("failed   ") == 2  # still said, and not made again: it is a result
+    assert {path: path.stat().st_mtime_ns for path in found} == before
 
 
 @pytest.mark.slow
@@ -288,3 +288,7 @@ def test_a_run_may_take_several_processes(data, tmp_path):
             record["results"]["test"]["metrics"]["loss"], 1e-4
         )
         assert json.loads((two / name / "environment.json").read_text())["processes"] == 2
+    code, text = run(data, tmp_path / "bad", "--seeds", "1", "--lrs", "1e30", "--set", "study.gpus_per_run=2")
+    assert code == 1 and "nothing was measured" in text and "trying again" not in text
+    for path in (tmp_path / "bad").rglob("results.json"):
+        assert json.loads(path.read_text())["failure"] == {"kind": "diverged"}

@@ -149,6 +149,8 @@ def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
     assert "the last good checkpoint is step-00000006" in str(caught.value)
     assert _status(out)["status"] == "failed"
     assert _status(out)["reason"] == str(caught.value)
+    assert _status(out)["failure"] == {"kind": "diverged"}
+    assert "try a lower learning rate" in str(caught.value)
     assert kept(out)[-1] == "step-00000006"
     items = json.loads(str(caught.value).split("items of that batch: ")[1].split(";")[0])
     assert len(items) == 8
@@ -191,6 +193,7 @@ def test_a_frozen_weight_that_moves_ends_the_run_at_the_next_save(
     with pytest.raises(AuditError):
         train_here(config, out)
     assert _status(out)["status"] == "failed"
+    assert _status(out)["failure"] == {"kind": "software"}
     assert kept(out)[-1] == "step-00000006"
 
 
@@ -205,6 +208,7 @@ def test_a_run_at_chance_level_is_flagged(machine: Machine, unbroken: Unbroken, 
     assert ended.code == 1
     assert "stopped at chance level" in ended.message
     assert _status(tmp_path / "stopped")["status"] == "failed"
+    assert _status(tmp_path / "stopped")["failure"] == {"kind": "at_chance"}
 
 
 def test_a_disk_without_room_is_refused_before_the_start(
@@ -231,8 +235,9 @@ def test_a_disk_that_fills_up_is_noticed_before_a_save(
     out = tmp_path / "run"
     asked = iter([10**12] * 4)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(asked, 10**6)))
-    with pytest.raises(RunError, match="has 1 MB free"):
+    with pytest.raises(RunError, match="has 1 MB free") as caught:
         train_here(config, out)
+    assert caught.value.kind == "disk" and "learning rate" not in str(caught.value)
     assert kept(out) == ["step-00000005", "step-00000006"]
     monkeypatch.undo()
     assert machine.run(config, out).code == 0

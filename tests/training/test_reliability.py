@@ -338,7 +338,7 @@ def test_a_full_disk_loses_nothing(
     assert "Traceback" not in ended.text
     assert "could not be written" in ended.message
     assert "the last good" in ended.message
-    assert json.loads((out / "results.json").read_text())["status"] == "failed"
+    assert json.loads((out / "results.json").read_text())["failure"] == {"kind": "disk"}
     assert not list(out.rglob(".*"))
     for name in kept(out) if training == {} else []:
         read_checkpoint(out / "checkpoints" / name)

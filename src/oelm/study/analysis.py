@@ -133,35 +133,47 @@ def _matrix(records: Iterable[Record], study: Study) -> Matrix:
     scores = {
         Cell(record.method, record.lr, record.seed, record.choosing): record.validation
         for record in records
-        if record.completed or record.results["status"] == "failed"
+        if record.evaluated
     }
     first = next(iter(records))
     return unfold(
         list(study.methods), study.table.lrs, study.choice_seeds, study.seeds, study.table.widen, scores,
-        first.larger_is_better,
+        first.larger_is_better, partial=True,
     )  # fmt: skip
 
 
 def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> Arm:
     trials = [record for record in records if record.choosing]
     measured = [record for record in records if not record.choosing]
+    unevaluated: tuple[Cell, ...] = ()
     if matrix is not None and study is not None:
-        lr = matrix.chosen.get(method)
+        unevaluated = tuple(cell for cell in matrix.unevaluated if cell.method == method)
         trials = [r for r in trials if r.lr in matrix.grid and r.seed in study.choice_seeds]
-        measured = [r for r in measured if r.lr == lr and r.seed in study.seeds]
+        measured = [r for r in measured if r.seed in study.seeds]
+    if matrix is not None and not unevaluated:
+        lr = matrix.chosen.get(method)
+        measured = [r for r in measured if r.lr == lr]
         chosen = len(matrix.grid) > 1 and lr is not None
-    else:
+    else:  # nobody can tell whether the rate it was measured at is its best
         rates = {record.lr for record in measured}
         lr, chosen = (rates.pop() if len(rates) == 1 else None), False
     failures = tuple(
-        Failure(method, r.lr, r.seed, "failed", f"its {r.metric} is not finite")
-        if r.completed
-        else Failure(method, r.lr, r.seed, str(r.results["status"]), str(r.results.get("reason", "")))
-        for r in (*trials, *measured)
-        if (r.validation if r.choosing else r.test) is None
+        _failure(r) for r in (*trials, *measured) if (r.validation if r.choosing else r.test) is None
     )
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
-    return Arm(method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials))
+    return Arm(
+        method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials), unevaluated
+    )  # fmt: skip
+
+
+def _failure(record: Record) -> Failure:
+    """Why a run gave no number. One that ended with a metric that is not finite diverged as well."""
+    if record.completed:
+        status, reason = "failed", f"its {record.metric} is not finite"
+    else:
+        status, reason = str(record.results["status"]), str(record.results.get("reason", ""))
+    kind = "diverged" if record.completed else record.failure_kind
+    return Failure(record.method, record.lr, record.seed, status, reason, kind)
 
 
 def _rates(method: str, trials: list[Record]) -> dict[float, float | None]:
@@ -205,8 +217,10 @@ def find_problems(arm: Arm, reference: Arm, study: Study | None) -> tuple[str, .
 
 def _problems(arm: Arm, reference: Arm, pairs: int, study: Study | None) -> Iterable[str]:
     wanted = len(study.seeds) if study else max(len(arm.seeds), len(reference.seeds))
+    if arm.unevaluated or reference.unevaluated:
+        yield "unevaluated"
     measured_failures = [
-        f for a in (arm, reference) for f in a.failures if f.lr == a.lr and f.status == "failed"
+        f for a in (arm, reference) for f in a.failures if f.lr == a.lr and f.of_method
         and f.seed not in {r.seed for r in a.trials}
     ]  # fmt: skip
     if measured_failures:

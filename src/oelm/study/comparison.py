@@ -6,10 +6,11 @@ from statistics import fmean, median
 from typing import Any
 
 from oelm.atomic import read_json
+from oelm.errors import OUTCOMES
 from oelm.study import statistics
 from oelm.study.design import Study
 from oelm.study.items import ItemDifference, McNemarSeeds
-from oelm.study.matrix import Matrix
+from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import Record
 
 FEWEST_SEEDS = 5  # for a claim (DESIGN, rule 4)
@@ -25,6 +26,12 @@ class Failure:
     seed: int
     status: str
     reason: str
+    kind: str | None  # of failure, see `oelm.errors`; None where it has not failed but was interrupted
+
+    @property
+    def of_method(self) -> bool:
+        """Whether the method is the reason, or may be: an old record does not say. A fault is nobody's."""
+        return self.kind in OUTCOMES or self.kind == "unknown"
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Arm:
     records: tuple[Record, ...]  # measured, in the order of the seeds
     trials: tuple[Record, ...]
     failures: tuple[Failure, ...]
-    rates: dict[float, float | None]  # mean validation score of every rate tried; None: a run failed there
+    rates: dict[float, float | None]  # mean validation score of every rate tried; None: no score of a run
+    unevaluated: tuple[Cell, ...] = ()  # trials of the grid without a result: missing, or a fault
 
     @property
     def seeds(self) -> list[int]:
@@ -214,6 +222,7 @@ PROBLEMS = {
     "other_rates": "the arms were measured at different learning rates that were not chosen on validation",
     "unequal_trials": "the arms had different numbers of trials to choose their rate from",
     "at_chance": "a run stayed at chance level",
+    "unevaluated": "not every learning rate of the grid was evaluated",
     "failed": "measured runs failed",
     "unfinished": "measured runs are missing",
     "chosen_on_test": "a run chose its best step on the test split",

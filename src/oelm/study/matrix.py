@@ -21,7 +21,8 @@ class Cell:
     choosing: bool
 
 
-# What is known of a cell: its validation score, None where the run failed; KeyError where it is not run yet.
+# What is known of a cell: its validation score; None where its training diverged or stayed at chance level.
+# A cell that was never evaluated (not run yet, or ended by a fault of the machine) is not there.
 Scores = dict[Cell, float | None]
 
 
@@ -34,6 +35,7 @@ class Matrix:
     needed: list[Cell] = field(default_factory=list)  # every cell of the phases that have begun
     at_edge: list[str] = field(default_factory=list)  # methods best at an edge that may not grow any more
     failed: list[str] = field(default_factory=list)  # methods that no rate works for
+    unevaluated: list[Cell] = field(default_factory=list)  # trials whose scores are not known
 
     @property
     def decided(self) -> bool:
@@ -48,8 +50,13 @@ def unfold(
     widen: int,
     scores: Scores,
     larger_is_better: bool,
+    partial: bool = False,
 ) -> Matrix:
-    """The matrix as far as it can be known from these scores."""
+    """The matrix as far as it can be known from these scores.
+
+    A study waits for every trial before it chooses. `partial` is for a report on what there is: methods whose
+    trials are all evaluated choose without the others, which choose nothing and ask for no wider grid.
+    """
     matrix = Matrix(grid=sorted(lrs))
     measured: Callable[[str, float], list[Cell]] = lambda m, lr: [Cell(m, lr, s, False) for s in seeds]  # noqa: E731
     if len(matrix.grid) == 1:  # nothing to choose
@@ -59,12 +66,14 @@ def unfold(
     room = {"low": widen, "high": widen}
     while True:
         matrix.needed = [Cell(m, lr, s, True) for s, lr, m in product(choice_seeds, matrix.grid, methods)]
-        if any(cell not in scores for cell in matrix.needed):
+        matrix.unevaluated = [cell for cell in matrix.needed if cell not in scores]
+        if matrix.unevaluated and not partial:
             return matrix
-        best = {m: best_rate(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in methods}
+        whole = [m for m in methods if all(cell.method != m for cell in matrix.unevaluated)]
+        best = {m: best_rate(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in whole}
         edges = {
-            "low": [m for m in methods if best[m] == matrix.grid[0]],
-            "high": [m for m in methods if best[m] == matrix.grid[-1]],
+            "low": [m for m in whole if best[m] == matrix.grid[0]],
+            "high": [m for m in whole if best[m] == matrix.grid[-1]],
         }
         growing = [side for side in edges if edges[side] and room[side] > 0]
         if not growing:
@@ -73,7 +82,7 @@ def unfold(
             room[side] -= 1
             matrix.grid = grown(matrix.grid, side)
     matrix.at_edge = sorted({*edges["low"], *edges["high"]})
-    matrix.failed = [m for m in methods if best[m] is None]
+    matrix.failed = [m for m in whole if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
     matrix.needed += [cell for m, lr in matrix.chosen.items() for cell in measured(m, lr)]
     return matrix
@@ -82,7 +91,7 @@ def unfold(
 def best_rate(
     method: str, grid: Sequence[float], seeds: Sequence[int], scores: Scores, larger_is_better: bool
 ) -> float | None:
-    """The rate with the best mean validation score, the lower one of equals. A failed run rules it out."""
+    """The rate with the best mean validation score, the lower one of equals; one that diverged is out."""
     means = rate_means(method, grid, seeds, scores)
     usable = {lr: mean for lr, mean in means.items() if mean is not None}
     if not usable:
@@ -94,7 +103,7 @@ def best_rate(
 def rate_means(
     method: str, grid: Sequence[float], seeds: Sequence[int], scores: Scores
 ) -> dict[float, float | None]:
-    """Rate -> mean validation score over the choice's seeds; None where a run failed."""
+    """Rate -> mean validation score over the choice's seeds; None where a run diverged."""
     means: dict[float, float | None] = {}
     for lr in grid:
         values = [scores[Cell(method, lr, seed, True)] for seed in seeds]

@@ -16,7 +16,7 @@ import numpy as np
 
 from oelm.atomic import read_json
 from oelm.config import RunConfig
-from oelm.errors import UserError
+from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.training.folder import read_config
 from oelm.training.metrics import LOWER_IS_BETTER
@@ -101,6 +101,19 @@ class Record:
     @property
     def completed(self) -> bool:
         return self.results.get("status") == "completed"
+
+    @property
+    def failure_kind(self) -> str | None:
+        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None: it has not failed."""
+        if self.results.get("status") != "failed":
+            return None
+        failure = self.results.get("failure")
+        return str(failure.get("kind")) if isinstance(failure, dict) else "unknown"
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the run says something about its method: it was completed, or its training went wrong."""
+        return self.completed or self.failure_kind in OUTCOMES
 
     @property
     def validation(self) -> float | None:

@@ -1,5 +1,6 @@
 """Make the runs of a study: side by side, in processes that train one run after another."""
 
+import contextlib
 import json
 import os
 import queue
@@ -14,18 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import write_json, write_text
-from oelm.config import to_toml
-from oelm.errors import Interrupted, UserError
+from oelm.errors import OUTCOMES, Interrupted, RunError, UserError
 from oelm.study.folder import Setting
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
-from oelm.training.results import SCHEMA
+from oelm.training.failure import failure_kind
 from oelm.training.session import Stop
-from oelm.version import NUMERICS
 
 STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told to stop
-CRASHES = 3  # processes that may end by themselves on one run before it counts as failed
+# Seconds before each further attempt at a run that a fault ended; after the last one the study stops.
+PAUSES = (1.0, 5.0, 30.0)
+DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # someone may be making room
+# What to do about a fault that does not pass. Every kind of `oelm.errors.FAULTS` that a run can have.
+MEMORY = "free some memory, or make a new study with a larger training.accumulate (a batch in more parts)"
+ADVICE = {
+    "memory": MEMORY,
+    "gpu_memory": MEMORY,
+    "disk": "make room or mend the disk",
+    "process": "find out what ended it (where memory is short, the system does: then fewer --jobs)",
+    "device": "check the GPU and its driver",
+    "software": "this may be a bug: the log has the details",
+    "input": "mend that",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,9 @@ class Worker:
             pass  # it has died: its listener says so
 
     def close(self) -> None:
-        self.process.kill() if self.job else self.process.stdin.close()  # type: ignore[union-attr]
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died before it had read its job
+            self.process.kill() if self.job else self.process.stdin.close()
         self.process.wait()
 
 
@@ -97,13 +110,17 @@ class Progress:
     matrices: list[Matrix] = field(default_factory=list)
     running: list[Run] = field(default_factory=list)
     waiting: list[Run] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # run -> reason
+    failed: dict[str, str] = field(default_factory=dict)  # run -> reason, where training itself went wrong
     done: int = 0
     news: list[str] = field(default_factory=list)  # lines to print once
 
 
 class Runner:
-    """The loop of a study: ask the matrix what is needed, give it to whoever is free, listen."""
+    """The loop of a study: ask the matrix what is needed, give it to whoever is free, listen.
+
+    A run that fails by its mathematics has a result. One that a fault ended has none: it is made again after
+    a pause, and where that does not help the study stops, so that no fault decides a comparison.
+    """
 
     def __init__(self, settings: list[Setting], root: Path, slots: list[Slot], keep_models: str) -> None:
         self.root, self.slots, self.keep_models = root, list(slots), keep_models
@@ -111,15 +128,20 @@ class Runner:
         self.answers: queue.Queue[Any] = queue.Queue()
         self.workers: list[Worker] = []
         self.started = 0
-        self.crashes: Counter[Path] = Counter()
+        self.faults: Counter[Path] = Counter()  # that ended a run, by its folder
+        self.not_before = 0.0  # the moment from which runs are started again after a fault
+        self.broken: RunError | None = None  # the fault that stops the study
+        self.stopping = False
 
     def run(self, stop: Stop, show: Any) -> Progress:
         """Until nothing is needed any more. `show(progress)` is called about twice a second."""
         (self.root / "log").mkdir(parents=True, exist_ok=True)
         try:
             while self._plan():
-                if stop.reason is not None:
-                    self._wind_up(stop.reason)
+                if stop.reason is not None or self.broken is not None:
+                    self._wind_up()
+                    show(self.progress)
+                    raise self.broken or Interrupted(stop.reason)
                 self._hand_out()
                 show(self.progress)
                 self._listen(0.5)
@@ -165,9 +187,12 @@ class Runner:
         except UserError as error:
             self._set_aside(folder, str(error))
             return False
-        if record is None or not record.completed:
+        if record is None or not record.evaluated:
             return False
         setting.scores[cell] = record.validation
+        if not record.completed:
+            self.progress.failed[Run(setting, cell, folder).name] = str(record.results.get("reason", ""))
+            return True
         if record.test is not None:
             setting.tests[cell] = record.test
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -195,16 +220,21 @@ class Runner:
                 shutil.rmtree(setting.folder(self.root, c) / "model", ignore_errors=True)
 
     def _hand_out(self) -> None:
-        while self.progress.waiting:
+        while self.progress.waiting and time.monotonic() >= self.not_before:
             worker = next((w for w in self.workers if w.job is None), None)
+            run = self.progress.waiting[0]
             if worker is None:
                 free = [slot for slot in self.slots if all(w.slot is not slot for w in self.workers)]
                 if not free:
                     return
-                worker = Worker(free[0], self.started, self.root / "log", self.answers)
+                try:
+                    worker = Worker(free[0], self.started, self.root / "log", self.answers)
+                except OSError as error:
+                    self._fault(run, failure_kind(error), f"no process could be started for it ({error})")
+                    return
                 self.started += 1
                 self.workers.append(worker)
-            run = self.progress.waiting.pop(0)
+            self.progress.waiting.pop(0)
             self.progress.running.append(run)
             worker.give(run)
 
@@ -214,83 +244,92 @@ class Runner:
         except queue.Empty:
             return
         run, worker.job = worker.job, None
-        if answer is None:
-            self.workers.remove(worker)
         if run is None:
+            if answer is None and worker in self.workers:
+                self.workers.remove(worker)
             return
         self.progress.running.remove(run)
-        if answer is None:
-            self._crashed(worker, run)
-            return
-        if answer["status"] == "no memory" and self.progress.running:
-            # Too many side by side: from now on one fewer, and this one again.
-            self.slots = [slot for slot in self.slots if slot is not worker.slot]
-            self.workers.remove(worker)
-            worker.close()
-            self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
-        elif answer["status"] == "completed":
-            self._look_up(run.setting, run.cell)
+        recorded = self._look_up(run.setting, run.cell)  # that counts, whatever became of its process
+        if recorded:
             self.progress.news.append(_line(run))
-        elif answer["status"] != "interrupted":
-            self._failed(run, answer["reason"])
-
-    def _crashed(self, worker: Worker, run: Run) -> None:
-        """A process that ends by itself (killed, out of memory) says nothing about its run: try it again."""
-        self.crashes[run.folder] += 1
-        code = worker.process.wait()
-        sign = f"signal {-code}" if code < 0 else f"exit code {code}"
-        how = f"its process ended with {sign}; see {worker.log}"
-        if self.crashes[run.folder] < CRASHES:
-            self.progress.news.append(f"{run.name}: {how}; trying again")
+        if answer is not None and answer["status"] == "completed":
+            return
+        kind, reason = _cause(worker, answer)
+        if kind in OUTCOMES:
+            if recorded:
+                return
+            kind, reason = "disk", "its record could not be written"
+        # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
+        self.workers.remove(worker)
+        worker.close()
+        if recorded:
+            return
+        if self._is_crowded(worker, kind):
+            self.slots = [slot for slot in self.slots if slot is not worker.slot]
+            self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
         else:
-            self._failed(run, f"{how}, {CRASHES} times")
+            self._fault(run, kind, reason, worker.log)
 
-    def _failed(self, run: Run, reason: str) -> None:
-        record_failure(run, reason)
-        run.setting.scores[run.cell] = None
-        self.progress.failed[run.name] = reason
-        self.progress.news.append(f"{run.name} FAILED: {reason}")
+    def _is_crowded(self, worker: Worker, kind: str) -> bool:
+        """Whether the memory that was not enough is shared with other runs."""
+        others = [w for w in self.workers if w.job is not None]
+        if kind == "gpu_memory":
+            others = [w for w in others if w.slot.environment == worker.slot.environment]
+        return kind in ("memory", "gpu_memory") and bool(others)
 
-    def _wind_up(self, reason: str) -> None:
-        """Every running run saves and stops, then so does the study."""
+    def _fault(self, run: Run, kind: str, reason: str, log: Path | None = None) -> None:
+        """Nothing is known about the run: make it again after a pause, or stop the study."""
+        if self.stopping:
+            return
+        if log is not None and kind in ("process", "software", "device"):
+            reason += f"; see {log}"
+        self.faults[run.folder] += 1
+        attempts, pauses = self.faults[run.folder], DISK_PAUSES if kind == "disk" else PAUSES
+        if attempts <= len(pauses):
+            pause = pauses[attempts - 1]
+            self.not_before = max(self.not_before, time.monotonic() + pause)
+            self.progress.news.append(f"{run.name}: {reason}; trying again in {pause:g} s")
+            return
+        self.broken = self.broken or RunError(
+            f"{run.name} failed {attempts} times, which says nothing about its method: {reason}; "
+            f"the study stops here, and what was trained is saved",
+            kind,
+            f"{ADVICE[kind]}, and start again to go on",
+        )
+
+    def _wind_up(self) -> None:
+        """Every running run saves and stops."""
+        self.stopping = True
         for worker in self.workers:
             if worker.job is not None:
                 worker.process.send_signal(signal.SIGTERM)
         end = time.monotonic() + STOP_PATIENCE
         while self.progress.running and time.monotonic() < end:
             self._listen(0.5)
-        raise Interrupted(reason)
 
 
-def record_failure(run: Run, reason: str) -> None:
-    """A run that failed without leaving a record gets one: what a study chose by must be there to read."""
-    record = read_record(run.folder) if run.folder.exists() else None
-    if record is not None and record.results["status"] == "failed":
-        return
-    setting, config = run.setting, run.setting.run_config(run.cell)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_text(run.folder / "config.toml", to_toml(config.to_dict()))
-    write_json(run.folder / "environment.json", {"data": setting.store.fingerprint, "numerics": NUMERICS})
-    write_json(
-        run.folder / "results.json",
-        {
-            "schema": SCHEMA,
-            "status": "failed",
-            "reason": reason,
-            "task": setting.task,
-            "method": run.cell.method,
-            "model": config.model.name,
-            "metric": setting.store.metric,
-            "precision": setting.precision,
-            "seed": run.cell.seed,
-            "lr": run.cell.lr,
-        },
-    )
+def _cause(worker: Worker, answer: dict[str, Any] | None) -> tuple[str, str]:
+    """Of which kind a failure is, and the reason. A process that is gone has said nothing."""
+    if answer is None:
+        code = worker.process.wait()
+        return "process", f"its process ended with {_signal(-code) if code < 0 else f'exit code {code}'}"
+    if answer["status"] == "interrupted":
+        return "process", f"its process was {answer['reason']}"
+    return str(answer["kind"]), str(answer["reason"])
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
 
 
 def _line(run: Run) -> str:
     record = read_record(run.folder)
     assert record is not None
+    if not record.completed:
+        return f"{run.name} FAILED: {record.results['reason']}"
     measured = record.results["test"] or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"

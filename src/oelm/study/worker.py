@@ -4,6 +4,7 @@ Jobs come as lines of JSON on standard input, answers go as lines of JSON to sta
 process that gives the jobs is gone, so is this one: a run is never trained by two at once.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -21,16 +22,21 @@ from typing import Any
 
 import torch
 
+from oelm.atomic import write_json
 from oelm.config import rebuild_config
 from oelm.data import open_store
-from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
+from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError, UserError
+from oelm.training.failure import failure_kind
 from oelm.training.loop import train
 
 LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to let go of a run's folder
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Train one run to its end. What it leaves is records and, where it was tested, a model."""
+    """Train one run to its end: its status and, where it failed, the kind of failure and the reason.
+
+    What it leaves is records and, where it was tested, a model.
+    """
     try:
         if job["processes"] > 1 and "WORLD_SIZE" not in os.environ:
             _launch(job)
@@ -38,18 +44,24 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             _train(job)
     except Interrupted as reason:
         return {"status": "interrupted", "reason": str(reason)}
-    except (UserError, RunError, AuditError) as error:
-        return {"status": "failed", "reason": str(error)}
-    except torch.OutOfMemoryError as error:
-        return {"status": "no memory", "reason": str(error).splitlines()[0]}
-    except Exception as error:  # a study goes on without this run; the worker's log has the whole story
-        traceback.print_exc()
-        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        return {"status": "failed", "kind": failure_kind(error), "reason": _reason(error)}
     finally:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return {"status": "completed"}
+
+
+def _reason(error: Exception) -> str:
+    """One line; of an error that nobody foresaw the worker's log has the whole story."""
+    if isinstance(error, RunError):
+        return error.reason
+    if isinstance(error, UserError | AuditError):
+        return str(error)
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        traceback.print_exc()
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _train(job: dict[str, Any]) -> None:
@@ -59,8 +71,8 @@ def _train(job: dict[str, Any]) -> None:
         try:
             train(config, store, out, show=False)
             break
-        except UserError as error:
-            if "in use by another process" not in str(error) or time.monotonic() > end:
+        except FolderInUse:
+            if time.monotonic() > end:
                 raise
             time.sleep(0.2)
     if os.environ.get("RANK", "0") == "0":
@@ -68,24 +80,36 @@ def _train(job: dict[str, Any]) -> None:
 
 
 def _launch(job: dict[str, Any]) -> None:
-    """One run as several processes."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(json.dumps(job))
-        file.flush()
+    """One run as several processes; each leaves its answer beside the job."""
+    told = False
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "job.json")
+        file.write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(job["processes"]), "-m", "oelm.study.worker", file.name]
+        command += ["--nproc-per-node", str(job["processes"]), "-m", "oelm.study.worker", str(file)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-        previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+
+        def stop(*_: Any) -> None:
+            nonlocal told
+            told = True
+            process.terminate()
+
+        previous = signal.signal(signal.SIGTERM, stop)
         try:
             code = process.wait()
         finally:
             signal.signal(signal.SIGTERM, previous)
-    results = Path(job["out"]) / "results.json"
-    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
-    if found.get("status") == "interrupted":
-        raise Interrupted(found["reason"])
-    if code or found.get("status") != "completed":
-        raise RunError(found.get("reason") or f"its processes ended with exit code {code}")
+        answers = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("answer-*")]
+    if code == 0:
+        return
+    if told:
+        raise Interrupted("stopped by SIGTERM")
+    failed = [answer for answer in answers if answer["status"] == "failed"]
+    # Processes that wait for one that failed end too, with whatever their library says of it.
+    failed.sort(key=lambda answer: answer["kind"] in ("software", "process"))
+    if failed:
+        raise RunError(failed[0]["reason"], failed[0]["kind"])
+    raise RunError(f"its processes ended with exit code {code}", "process")
 
 
 def _read(jobs: "queue.Queue[dict[str, Any]]") -> None:
@@ -98,7 +122,9 @@ def _read(jobs: "queue.Queue[dict[str, Any]]") -> None:
 
 def main() -> None:
     if len(sys.argv) > 1:  # one of several processes of one run
-        answer = run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        job = Path(sys.argv[1])
+        answer = run(json.loads(job.read_text(encoding="utf-8")))
+        write_json(job.with_name(f"answer-{os.environ['RANK']}"), answer)
         sys.exit({"completed": 0, "interrupted": REQUEUE}.get(answer["status"], 1))
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()

@@ -145,7 +145,9 @@ class Checkpoints:
             last = self.index().get("last")
             raise RunError(
                 f"step {step}: the checkpoint could not be written ({error}); "
-                f"the last good one is {last or 'none'}; free some space and start again to resume"
+                f"the last good one is {last or 'none'}",
+                kind="disk",
+                advice="free some space and start again to resume",
             ) from None
         self._prune()
 
@@ -194,7 +196,7 @@ class Checkpoints:
         try:
             return read_checkpoint(self.folder / _name(step))
         except UserError as error:
-            raise RunError(f"{error}; start again to go on from a good one") from None
+            raise RunError(str(error), "disk", "start again to go on from a good one") from None
 
     def check_space(self, size: int) -> None:
         """Refuse to start a write that the disk has no room for."""
@@ -203,7 +205,9 @@ class Checkpoints:
         if free < size + MARGIN:
             raise RunError(
                 f"the disk of {self.folder} has {free / 1e6:,.0f} MB free, but a checkpoint needs "
-                f"{(size + MARGIN) / 1e6:,.0f} MB; free some space and start again to resume"
+                f"{(size + MARGIN) / 1e6:,.0f} MB",
+                kind="disk",
+                advice="free some space and start again to resume",
             )
 
     def _write_index(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A run's folder: who may write it, and the records in it."""
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 from oelm.atomic import lock_file, read_json, write_json, write_text
 from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
-from oelm.errors import UserError
+from oelm.errors import FolderInUse, UserError
 from oelm.version import NUMERICS, __version__
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "triton")
@@ -39,10 +40,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_file(self.path / "lock")
         except BlockingIOError:
-            raise UserError(
+            raise FolderInUse(
                 f"{self.path} is in use by another process; wait for it or name another folder"
             ) from None
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the place is right, it is only full
+                raise
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
         for path in self.path.glob(".*.part"):  # left by a process that was killed
             _delete(path)

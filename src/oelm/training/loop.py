@@ -14,26 +14,27 @@ from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from safetensors import SafetensorError
 from torch import Tensor
 
 from oelm.atomic import replacing
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.errors import Interrupted, RunError
+from oelm.errors import AuditError, Interrupted, RunError
 from oelm.kernels.plain import plain_path
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
+from oelm.training.failure import failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, fall_back, start_session, stopping
 
+LOWER = "try a lower learning rate"
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
 
@@ -229,7 +230,9 @@ def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
     tried = "" if session.progress.plain_from is None else ", by the fast path and by the plain one"
     return RunError(
         f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
-        f"the last good checkpoint is {last}; try a lower learning rate"
+        f"the last good checkpoint is {last}",
+        kind="diverged",
+        advice=LOWER,
     )
 
 
@@ -312,7 +315,8 @@ def _watch_chance(session: Session, split: str, n: int) -> None:
         raise RunError(
             f"step {progress.step}: the best accuracy on {split} is "
             f"{progress.best['metrics']['accuracy']:.3f}, and always answering the most frequent class gives "
-            f"{majority:.3f}; stopped at chance level"
+            f"{majority:.3f}; stopped at chance level",
+            kind="at_chance",
         )
 
 
@@ -325,7 +329,9 @@ def _save(session: Session) -> None:
     if spoilt is not None:
         raise RunError(
             f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
-            f"{session.checkpoints.index().get('last', 'none')}; try a lower learning rate"
+            f"{session.checkpoints.index().get('last', 'none')}",
+            kind="diverged",
+            advice=LOWER,
         )
     if session.main:
         if session.log is not None:
@@ -369,14 +375,32 @@ def _finish(session: Session) -> dict[str, Any]:
 
 
 def _failure(session: Session | None, error: BaseException) -> BaseException:
-    """What ended the run, as the user should meet it: a disk that is full or gone is no bug of ours."""
-    if not isinstance(error, OSError | SafetensorError):
+    """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
+    if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
-    last = session.checkpoints.index().get("last") if session is not None else None
-    return RunError(
-        f"the run's files could not be written or read ({error}); the last good checkpoint is "
-        f"{last or 'none'}; mend it and start again to resume"
-    )
+    kind = failure_kind(error)
+    last = session.checkpoints.index().get("last", "none") if session is not None else "none"
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if kind == "disk":
+        reason = f"the run's files could not be written or read ({text}); the last good checkpoint is {last}"
+        return RunError(reason, kind, "mend it and start again to resume")
+    if kind in ("memory", "gpu_memory"):
+        reason = f"out of memory ({text}); the last good checkpoint is {last}"
+        return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
+    if kind == "software" and session is not None and (name := _spoilt(session)):
+        # Not every metric can be computed from what such a model answers.
+        reason = f"{name} is not finite after step {session.progress.step} ({type(error).__name__}: {text})"
+        return RunError(f"{reason}; the last good checkpoint is {last}", "diverged", LOWER)
+    return error
+
+
+def _spoilt(session: Session) -> str | None:
+    """A trained weight that is not finite, as far as this process has its weights."""
+    for name, weight in session.raw.named_parameters():
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        if weight.requires_grad and not part.isfinite().all():
+            return name
+    return None
 
 
 def _record(session: Session | None, folder: RunFolder, error: BaseException) -> None:
@@ -387,4 +411,4 @@ def _record(session: Session | None, folder: RunFolder, error: BaseException) ->
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         reason = str(error) or type(error).__name__
         with contextlib.suppress(OSError):  # the disk may be full: the reason is still raised
-            folder.write("results.json", results.unfinished(session, status, reason))
+            folder.write("results.json", results.unfinished(session, status, reason, failure_kind(error)))

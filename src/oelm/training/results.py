@@ -24,7 +24,7 @@ from oelm.version import NUMERICS
 if TYPE_CHECKING:
     from oelm.training.session import Session
 
-SCHEMA = 1  # of results.json
+SCHEMA = 2  # of results.json; 2: `failure` says of which kind the failure of a run is
 SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
@@ -119,12 +119,13 @@ def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[s
     }
 
 
-def unfinished(session: "Session", status: str, reason: str) -> dict[str, Any]:
-    """results.json of a run that was interrupted or failed."""
+def unfinished(session: "Session", status: str, reason: str, kind: str) -> dict[str, Any]:
+    """results.json of a run that was interrupted or failed; `kind` of failure: see `oelm.errors`."""
     progress = session.progress
     return {
         **_common(session, status),
         "reason": reason,
+        **({"failure": {"kind": kind}} if status == "failed" else {}),
         "best": progress.best,
         "final": progress.final,
         "warnings": progress.warnings,

@@ -87,7 +87,9 @@ def reasons(view: View, *comparisons: Comparison) -> str:
             if arm.at_chance:
                 seeds = view.words.items(map(str, arm.at_chance))
                 runs[name] = view.words("problem.seeds", method=name, seeds=seeds)
+    unsure = [a.method for c in comparisons for a in (c.reference, c.arm) if a.unevaluated]
     values = {
+        "methods": view.words.items(dict.fromkeys(unsure)),
         "n": min(len(c.seeds) for c in comparisons),
         "fewest": FEWEST_SEEDS,
         "runs": view.words("list.semicolon").join(runs.values()),

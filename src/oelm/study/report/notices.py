@@ -42,7 +42,7 @@ def notices(view: View) -> list[Notice]:
         if c.problems
     ]
     for group in view.analysis.groups:
-        found += _failures(view, group)
+        found += [*_unevaluated(view, group), *_failures(view, group)]
     for group in view.analysis.groups:
         found += _of_group(view, group)
     words = view.words
@@ -62,29 +62,43 @@ def notices(view: View) -> list[Notice]:
         )
         found.append(Notice("changed", said))
     found += [Notice("run", text) for text in _of_runs(view)]
-    order = ("void", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run")
+    first = ("void", "unevaluated", "failed", "changed", "chance", "trivial", "rate")
+    order = (*first, "unfinished", "mixture", "run")
     return sorted(found, key=lambda notice: order.index(notice.kind))
 
 
 def _failures(view: View, group: Group) -> Iterable[Notice]:
     by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    name = view.words.name
     for arm in group.arms.values():
         for failure in arm.failures:
-            run = view.words(
-                "notice.run_name", method=failure.method, rate=numbers.rate(failure.lr), seed=failure.seed
-            )
-            by_reason[failure.status, failure.reason].append(run)
+            run = run_name(view, failure.method, failure.lr, failure.seed)
+            how = name("failure", failure.kind) if failure.kind else name("status", failure.status)
+            by_reason[how, failure.reason].append(run)
     for (status, reason), runs in by_reason.items():
         yield Notice(
             "failed",
             view.words(
                 "notice.failure",
                 task=view.label(group),
-                status=view.words.name("status", status),
+                status=status,
                 runs=_some(view, runs),
                 reason=reason or view.words("notice.no_reason"),
             ),
         )
+
+
+def run_name(view: View, method: str, lr: float, seed: int) -> str:
+    return view.words("notice.run_name", method=method, rate=numbers.rate(lr), seed=seed)
+
+
+def _unevaluated(view: View, group: Group) -> Iterable[Notice]:
+    """The trials that say nothing yet: what is concluded about their methods must wait for them."""
+    cells = [cell for arm in group.arms.values() for cell in arm.unevaluated]
+    if cells:
+        runs = _some(view, [run_name(view, cell.method, cell.lr, cell.seed) for cell in cells])
+        text = view.words("notice.never_evaluated", task=view.label(group), runs=runs)
+        yield Notice("unevaluated", text)
 
 
 def _some(view: View, names: list[str]) -> str:
@@ -132,7 +146,7 @@ def _missing(group: Group) -> int:
         Cell(f.method, f.lr, f.seed, choosing)
         for arm in group.arms.values()
         for f in arm.failures
-        if f.status == "failed"
+        if f.of_method
         for choosing in (True, False)
     }
     return len([cell for cell in group.matrix.needed if cell not in ended])

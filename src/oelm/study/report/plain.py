@@ -64,6 +64,7 @@ def _arm(view: View, group: Group, arm: Arm) -> dict[str, Any]:
         "area": arm.area(),
         "behind": group.behind(arm),
         "at_chance": arm.at_chance,
+        "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
         "failures": [asdict(failure) for failure in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),

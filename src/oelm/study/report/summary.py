@@ -38,7 +38,9 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
         if references := _references(view, group):
             console.print(Text(references))
         console.print()
-    for sentence in [*answer(view), alert(view.words, notices(view))]:
+    warned = notices(view)
+    never = [notice.text for notice in warned if notice.kind == "unevaluated"]
+    for sentence in [*answer(view), *never, alert(view.words, warned)]:
         if sentence:
             console.print(Text(sentence))
     assert isinstance(console.file, io.StringIO)

@@ -198,6 +198,8 @@ def _trial(view: View, group: Group, arm: Arm, lr: float) -> str:
     if lr not in arm.rates:
         return numbers.NOTHING
     score = arm.rates[lr]
+    if any(cell.lr == lr for cell in arm.unevaluated):
+        return view.words("table.unevaluated")
     if score is None:
         return view.words("table.failed")
     text = view.value(group, score, 1)
