@@ -88,7 +88,7 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     @contextlib.contextmanager
     def opened(self, study: Study) -> Iterator[None]:

@@ -25,7 +25,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fresh = False  # nothing of an earlier run is in it
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
         """Take the folder for a run of this configuration on the data of this fingerprint.

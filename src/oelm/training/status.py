@@ -118,7 +118,7 @@ def is_locked(folder: Path) -> bool:
         lock_file(folder / "lock").close()
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, UserError):
         return False
     return False
 
