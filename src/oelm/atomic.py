@@ -158,6 +158,14 @@ def _locked_folder(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def check_name(path: Path) -> None:
+    """Refuse a name that is not UTF-8: it could be written, but in no record, page or message."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{path} is not a name in UTF-8; name another folder") from None
+
+
 def folder_name(name: str, most: int, also: str = "-_") -> str:
     """A name as a folder's: letters and digits, what is in `also`, and nothing that means something there."""
     return "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most].strip(".")

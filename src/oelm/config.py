@@ -12,6 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from oelm.atomic import read_file
 from oelm.errors import UserError
 
 T = TypeVar("T")
@@ -265,10 +266,12 @@ def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries; a file that is none is refused with the place of the mistake."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_file(Path(path)).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path} is not a TOML file: it is nested too deeply") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a TOML file: {error}") from None
 
 
@@ -321,7 +324,13 @@ def to_toml(values: Mapping[str, Any]) -> str:
     for key, section in values.items():
         if isinstance(section, Mapping):
             lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in section.items())]
-    return "\n".join(lines).strip() + "\n"
+    text = "\n".join(lines).strip() + "\n"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        line = text[: error.start].rpartition("\n")[2] + text[error.start :].partition("\n")[0]
+        raise UserError(f"{line!r} is not text in UTF-8; rename it") from None
+    return text
 
 
 def _toml_value(value: Any) -> str:

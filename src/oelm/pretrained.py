@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from oelm.atomic import is_out_of_memory
 from oelm.errors import AuditError, UserError
 from oelm.families import family_row
 from oelm.weights import check_weights, quantised
@@ -55,6 +56,8 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the hub and the network fail in many ways
+        if is_out_of_memory(error):
+            raise
         if "trust_remote_code" in str(error):
             raise _own_code(name) from None
         raise UserError(f"{name} is not a model that can be loaded: {_one_line(error)}") from None
@@ -103,7 +106,7 @@ def load_checkpoint(
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, UserError | AuditError):
+            if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
             raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
     shapes = {key: (tuple(found), tuple(wanted)) for key, found, wanted in info["mismatched_keys"]}

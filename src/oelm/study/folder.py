@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from oelm.atomic import folder_name, lock_file, read_json, write_json, write_text
+from oelm.atomic import check_name, folder_name, lock_file, read_json, write_json, write_text
 from oelm.config import MethodConfig, RunConfig, read_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
@@ -136,6 +136,7 @@ class StudyFolder:
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
+        check_name(self.path)
         if not (self.path / "study.toml").exists():
             strangers = (
                 [p for p in self.path.iterdir() if p.name != "study.lock"] if self.path.is_dir() else []

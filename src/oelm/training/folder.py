@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from oelm.atomic import lock_file, read_json, write_json, write_text
+from oelm.atomic import check_name, lock_file, read_file, read_json, write_json, write_text
 from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
 from oelm.errors import UserError
 from oelm.version import NUMERICS, __version__
@@ -34,6 +34,7 @@ class RunFolder:
         whatever `overwrite` says.
         """
         config_file = self.path / "config.toml"
+        check_name(self.path)
         self._check_kind()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -117,27 +118,39 @@ class MetricsLog:
     """metrics.jsonl: one object per log step and per evaluation, in the order of the steps.
 
     A resumed run cuts off what was logged after its checkpoint, so a run that was killed and one that was
-    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint.
+    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint;
+    `logged`: how many lines there were when it was written, if it says so.
     """
 
-    def __init__(self, path: Path, from_step: int, evaluated: bool) -> None:
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                    repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
-                    if entry["step"] > from_step or repeated:
-                        break
-                except (ValueError, KeyError):
-                    break  # the line a crash cut short
-                kept.append(line)
+    def __init__(self, path: Path, from_step: int, evaluated: bool, logged: int | None = None) -> None:
+        kept: list[str] = []
+        last = 0  # the step of the last line before any that is missing
+        whole = True
+        for line in _lines(path):
+            entry = _entry(line)
+            if entry is None:  # cut short by a crash, or damaged
+                whole = False
+                continue
+            repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
+            if entry["step"] > from_step or repeated:
+                break
+            kept.append(line)
+            last = entry["step"] if whole else last
+        self.missing: str | None = None
+        if logged is not None and len(kept) < logged:
+            lost = logged - len(kept)
+            self.missing = (
+                f"metrics.jsonl was damaged before the run resumed after step {from_step}: {lost:,} of its "
+                f"lines, from after step {last} on, {'is' if lost == 1 else 'are'} missing"
+            )
         write_text(path, "".join(f"{line}\n" for line in kept))
+        self.lines = len(kept)
         self.file = path.open("a", encoding="utf-8")
 
     def add(self, **values: Any) -> None:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
+        self.lines += 1
 
     def sync(self) -> None:
         """Bring all lines to the disk: those before a checkpoint are never written again."""
@@ -146,6 +159,22 @@ class MetricsLog:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a line that found no room was reported when it was added
             self.file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists() and not path.is_symlink():
+        return []
+    return read_file(path).decode("utf-8", "replace").splitlines()
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("kind"), str):
+        return entry
+    return None
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -206,6 +235,18 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
     return found
+
+
+def arithmetic(found: dict[str, Any]) -> dict[str, str]:
+    """What of an environment may change the last bits of a run's numbers."""
+    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in found else "cpu"}
+    return {name: str(found[key]) for name, key in names.items()} | found["packages"]
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> str:
+    """What differs between two of these, in words; empty where nothing does."""
+    keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {now.get(key, 'none')} (before: {before.get(key, 'none')})" for key in keys)
 
 
 def _commit() -> str | None:

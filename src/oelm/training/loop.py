@@ -16,14 +16,14 @@ import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
 
-from oelm.atomic import replacing
+from oelm.atomic import is_out_of_memory, replacing
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
 from oelm.errors import Interrupted, RunError
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
-from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
+from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, full_state, restore
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import put_back
@@ -83,7 +83,7 @@ def _train(
             raise Interrupted(stop.reason or "another process was told to stop")
         return _finish(session)
     except BaseException as error:
-        failure = _failure(session, error)
+        failure = _failure(folder, error)
         _record(session, folder, failure)
         if failure is error:
             raise
@@ -171,7 +171,7 @@ def _check_finite(session: Session, recent: list[tuple[Tensor, Tensor, np.ndarra
         )
         if parallel.anyone(bad is not None, session.state):
             ids = session.store["train"].ids[items].tolist() if session.store.kind != "lm" else items.tolist()
-            last = session.checkpoints.index().get("last", "none")
+            last = session.checkpoints.last() or "none"
             session.progress.step = first + offset  # so far it got: what came after was in vain
             raise RunError(
                 f"{bad or 'another process met a number that is not finite'} at step {first + offset}; "
@@ -273,11 +273,12 @@ def _save(session: Session) -> None:
     if spoilt is not None:
         raise RunError(
             f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
-            f"{session.checkpoints.index().get('last', 'none')}; try a lower learning rate"
+            f"{session.checkpoints.last() or 'none'}; try a lower learning rate"
         )
     if session.main:
         if session.log is not None:
             session.log.sync()
+            session.progress.logged = session.log.lines
         state = asdict(session.progress) | {"scaler": session.scaler.state_dict()}
         session.checkpoints.save(Checkpoint(model, moments, state))
     session.state.wait_for_everyone()
@@ -315,15 +316,16 @@ def _finish(session: Session) -> dict[str, Any]:
     return final
 
 
-def _failure(session: Session | None, error: BaseException) -> BaseException:
-    """What ended the run, as the user should meet it: a disk that is full or gone is no bug of ours."""
-    if not isinstance(error, OSError | SafetensorError):
+def _failure(folder: RunFolder, error: BaseException) -> BaseException:
+    """What ended the run, as the user should meet it: a disk that is full or gone is no bug of ours, nor is
+    memory that did not suffice."""
+    if not isinstance(error, OSError | SafetensorError | MemoryError):
         return error
-    last = session.checkpoints.index().get("last") if session is not None else None
-    return RunError(
-        f"the run's files could not be written or read ({error}); the last good checkpoint is "
-        f"{last or 'none'}; mend it and start again to resume"
-    )
+    last = Checkpoints(folder.path / "checkpoints", keep=1).last()
+    kept = f"the last good checkpoint is {last or 'none'}; mend it and start again to resume"
+    if is_out_of_memory(error):
+        return MemoryError(f"there is not enough memory ({error}); {kept}")
+    return RunError(f"the run's files could not be written or read ({error}); {kept}")
 
 
 def _record(session: Session | None, folder: RunFolder, error: BaseException) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 from accelerate import PartialState
 
+from oelm.atomic import is_out_of_memory
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
 from oelm.errors import Interrupted, UserError
 from oelm.training import parallel, results
-from oelm.training.checkpoint import Checkpoints, restore
+from oelm.training.checkpoint import Checkpoint, Checkpoints, restore
 from oelm.training.display import Display, duration
-from oelm.training.folder import MetricsLog, RunFolder, environment
+from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
 from oelm.training.lineage import notes_on_start
 from oelm.training.objective import Objective
 from oelm.training.stepper import Stepper, make_stepper
@@ -38,6 +39,8 @@ class Progress:
     at_chance: bool = False
     due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
     warnings: list[str] = field(default_factory=list)
+    logged: int | None = None  # lines of metrics.jsonl
+    made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -85,10 +88,12 @@ def start_session(
     progress = Progress()
     loaded = checkpoints.load_last()
     if loaded is not None:
-        restore(loaded, raw, stepper.optimizer)
-        stepper.scaler.load_state_dict(loaded.state.pop("scaler", {}) or stepper.scaler.state_dict())
-        progress = Progress(**loaded.state)
+        progress = _resume(loaded, raw, stepper)
         audit(raw, before)
+    around: dict[str, Any] = {}
+    if state.is_main_process:
+        around = environment(state.device, state.num_processes)
+        _compare(progress, arithmetic(around))
     start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
     for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
         if text:
@@ -103,12 +108,42 @@ def start_session(
         if loaded is not None:
             checkpoints.settle(asdict(progress))
         _introduce(session, resumed=loaded is not None)
-        folder.write(
-            "environment.json", environment(state.device, state.num_processes) | {"data": store.fingerprint}
-        )
+        folder.write("environment.json", around | {"data": store.fingerprint})
         session.trackers = results.start_trackers(session)
-        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step, progress.due is None)
+        session.log = MetricsLog(
+            folder.path / "metrics.jsonl", progress.step, progress.due is None, progress.logged
+        )
+        if session.log.missing:
+            progress.warn(session.log.missing)
+            session.display.say(f"note: {session.log.missing}")
     return session
+
+
+def _compare(progress: Progress, now: dict[str, str]) -> None:
+    """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
+    if progress.made_with and (changed := changes(progress.made_with, now)):
+        progress.warn(
+            f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
+            "from those of a run that was never stopped"
+        )
+    progress.made_with = now
+
+
+def _resume(checkpoint: Checkpoint, raw: Any, stepper: Stepper) -> Progress:
+    """Go back to a checkpoint; one of another version or model, though whole, may not fit."""
+    state = dict(checkpoint.state)
+    try:
+        restore(checkpoint, raw, stepper.optimizer)
+        stepper.scaler.load_state_dict(state.pop("scaler", {}) or stepper.scaler.state_dict())
+        return Progress(**state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the checkpoint of step {state.get('step')} does not fit this run ({why}); --overwrite the run, "
+            "or name another folder"
+        ) from None
 
 
 def _habits(config: RunConfig) -> Iterator[str]:
