@@ -78,7 +78,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory did not suffice (a limit such as `ulimit -v` counts), however a library says so."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    words = ("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory")
+    words = (
+        "cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory",
+        "failed to map segment",  # of a library that is loaded when it is needed
+    )  # fmt: skip
     return isinstance(error, Exception) and any(word in str(error).lower() for word in words)
 
 

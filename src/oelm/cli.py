@@ -65,7 +65,7 @@ def main() -> None:
     except Interrupted as reason:
         say(f"oelm: {reason}; what was trained is saved, the same command goes on from there", err=True)
         sys.exit(REQUEUE)
-    except (MemoryError, OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if is_out_of_memory(error):
             text = " ".join(str(error).split()) or "no more could be had"
             say(f"oelm: memory did not suffice: {text}; give it more (ulimit -v), or less to do", err=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from oelm.atomic import folder_beside
-from oelm.data import load_file, open_store, prepare
+from oelm.data import load_file, manifest, open_store, prepare
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
 from tests.data.made import labelled
@@ -154,6 +154,31 @@ def test_a_file_size_limit_is_reported_and_leaves_nothing(tmp_path: Path) -> Non
     )  # fmt: skip
     assert "cannot write to the cache" in done.stdout, done.stdout + done.stderr
     assert [path.suffix for path in (tmp_path / "c" / "stores").iterdir()] == [".lock"]
+
+
+STARVED = """
+import resource, sys, pydantic
+import oelm.cli, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
+sys.argv = ["oelm", "data", "inspect", sys.argv[1]]
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+oelm.cli.main()
+"""
+
+
+def test_memory_that_does_not_suffice_is_no_damage(tmp_path: Path) -> None:
+    """A limit on addresses (`ulimit -v`) lets nothing be mapped any more."""
+    folder = _prepare(labelled(tmp_path / "x.csv"))
+    offsets = np.load(folder / "train.offsets.npy")
+    np.save(folder / "train.offsets.npy", np.tile(offsets, 1 + (32 << 20) // offsets.nbytes))
+    meta = json.loads((folder / "store.json").read_text())
+    meta = {key: value for key, value in meta.items() if key not in ("checksums", "digest")}
+    (folder / "store.json").write_text(json.dumps(manifest.seal(meta, folder)))
+    done = subprocess.run([sys.executable, "-c", STARVED, str(folder)], text=True, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("oelm: memory did not suffice: ") and "Traceback" not in done.stderr
+    assert "damaged" not in done.stderr and "train.offsets.npy" in done.stderr
 
 
 def test_folders_that_are_no_store(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _verified: set[tuple[Any, ...]] = set()  # what this process has checked, with t
 
 def seal(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The manifest with the checksums of the folder's files and its own."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     meta = meta | {"checksums": {str(path.relative_to(folder)): _sha256(path) for path in files}}
     return meta | {"digest": _digest(meta)}
 
