@@ -40,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_file(path: Path, follow: bool = True) -> bytes:
+def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
     """The bytes of a regular file; anything else, a pipe or a device, would be waited for or never end.
 
     `follow=False` refuses a link as well. Raises FileNotFoundError, or UserError for all other reasons.
@@ -48,8 +48,7 @@ def read_file(path: Path, follow: bool = True) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise UserError(f"{path} is not a regular file; delete it")
+            check_regular(path, os.fstat(handle), most)
             return file.read()
     except FileNotFoundError:
         raise
@@ -59,6 +58,22 @@ def read_file(path: Path, follow: bool = True) -> bytes:
         if error.errno == errno.ELOOP:
             raise UserError(f"{path} is a link, which is not followed") from None
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def check_regular(path: Path, found: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        what = "a link, which is not followed" if stat.S_ISLNK(found.st_mode) else "not a regular file"
+        raise UserError(f"{path} is {what}; delete it")
+    if found.st_size > most:
+        raise UserError(f"{path} has {found.st_size:,} bytes, and such a file at most {most:,}; delete it")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it holds no object")
+    return found
 
 
 def read_json(path: Path, follow: bool = True) -> Any:
@@ -83,6 +98,21 @@ def is_out_of_memory(error: BaseException) -> bool:
         "failed to map segment",  # of a library that is loaded when it is needed
     )  # fmt: skip
     return isinstance(error, Exception) and any(word in str(error).lower() for word in words)
+
+
+def copy_file(path: Path, to: Path, most: int) -> None:
+    """Copy a regular file of at most so many bytes; a link is not followed."""
+    check_regular(path, path.lstat(), most)
+    with path.open("rb") as file, to.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def delete(path: Path) -> None:
+    """Delete whatever is there; `shutil.rmtree` would wait for a pipe."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_files(folder: Path) -> None:

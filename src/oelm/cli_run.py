@@ -371,11 +371,11 @@ def logs(
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} is not a run, or has logged nothing yet")
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             line = file.readline()
             if line.endswith("\n"):
-                say(log_line(json.loads(line)))
+                say(log_line(line))
             elif not follow or not is_locked(run):
                 break
             else:
@@ -384,12 +384,16 @@ def logs(
                 time.sleep(0.5)
 
 
-def log_line(entry: dict[str, Any]) -> str:
+def log_line(line: str) -> str:
     """One line of metrics.jsonl for people."""
-    if entry["kind"] == "eval":
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
-        return f"step {entry['step']}: {entry['split']} {numbers}"
-    return (
-        f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
-        f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
-    )
+    try:
+        entry = json.loads(line)
+        if entry["kind"] == "eval":
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
+            return f"step {entry['step']}: {entry['split']} {numbers}"
+        return (
+            f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
+            f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"(a damaged line: {line.strip()[:60]})"

@@ -4,13 +4,14 @@ The dataclasses need nothing but the standard library, so a training process can
 edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys.
 """
 
+import functools
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from oelm.atomic import read_file
 from oelm.errors import UserError
@@ -227,12 +228,19 @@ def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunC
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a nested mapping; the first key that is wrong is named."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(dict(values))
+        return cast(T, _adapter(cast(Any, kind)).validate_python(dict(values)))
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error.errors()[0], kind)}") from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
@@ -263,10 +271,10 @@ def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
     return (f"[{'.'.join(map(str, path))}]" if path else "the file"), known
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
+def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
     """A TOML file as nested dictionaries; a file that is none is refused with the place of the mistake."""
     try:
-        return tomllib.loads(read_file(Path(path)).decode("utf-8"))
+        return tomllib.loads(read_file(Path(path), follow).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except RecursionError:

@@ -1,6 +1,5 @@
 """A model's folder: weights, tokenizer and a card that says what it is. There whole or not at all."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from oelm.atomic import folder_beside, sync_files, sync_folder
+from oelm.atomic import delete, folder_beside, sync_files, sync_folder
 from oelm.changes import ConversionReport
 from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
@@ -24,7 +23,7 @@ def write_model(
         tokenizer.save_pretrained(beside)
         (beside / "README.md").write_text(card, encoding="utf-8")
         sync_files(beside)
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
         beside.rename(folder)
     sync_folder(folder.parent)
 

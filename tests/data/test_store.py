@@ -84,7 +84,8 @@ def _slow_make(root: str, log: str) -> None:
             file.write("made\n")
         time.sleep(0.5)
         return {"splits": {}, "task": "t", "kind": "k", "metric": "m", "label_names": [], "max_length": 1,
-                "tokenizer": {"vocab_size": 1, "pad_id": 0}, "warnings": []}  # fmt: skip
+                "tokenizer": {"name": "x", "vocab_size": 1, "pad_id": 0}, "warnings": [], "pairs": False,
+                "dropped": {}, "duplicates": {}}  # fmt: skip
 
     cached_store(Path(root), "x", "f" * 64, make)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oelm.atomic import is_out_of_memory, read_json
+from oelm.data.catalogue import CLASSIFICATION
 from oelm.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ NO_CHECKSUMS = (
 )
 PER_ITEM = ("labels", "ids", "second", "starts", "ends", "context")
 PER_TOKEN = ("tags", "words", "chars_from", "chars_to")
+SPLIT_COUNTS = ("items", "tokens", "bytes", "truncated", "longest")
 KINDS = {
     "task": str, "kind": str, "metric": str, "label_names": list, "max_length": int, "tokenizer": dict,
-    "fingerprint": str, "warnings": list, "splits": dict,
+    "fingerprint": str, "warnings": list, "splits": dict, "pairs": bool, "dropped": dict, "duplicates": dict,
 }  # fmt: skip
 
 _verified: set[tuple[Any, ...]] = set()  # what this process has checked, with the sizes and times it then had
@@ -79,10 +81,19 @@ def _problem(meta: dict[str, Any]) -> str | None:
     for name, split in meta["splits"].items():
         if not isinstance(split, dict) or not isinstance(split.get("columns"), list):
             return f"the split {name} names no columns"
-        counts += [(f"{name}.{key}", split.get(key)) for key in ("items", "tokens", "bytes")]
+        written = [key for key in split if key.startswith("target_")]
+        counts += [(f"{name}.{key}", split.get(key)) for key in (*SPLIT_COUNTS, *written)]
+        classes = split.get("class_counts", None if meta["kind"] == CLASSIFICATION else meta["label_names"])
+        if not isinstance(classes, list) or len(classes) != len(meta["label_names"]):
+            return f"the split {name} does not count its classes"
+        counts += [(f"{name}.class_counts", count) for count in split.get("class_counts", [])]
+    for name in ("dropped", "duplicates"):
+        counts += [(f"{name}.{key}", count) for key, count in meta[name].items()]
+    if not isinstance(tokenizer.get("name"), str):
+        return "tokenizer.name is missing or not text"
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 62:
-            return f"{name} is {str(count)[:40]!r}, not a count"
+            return f"{name} is not a count"
     if tokenizer["pad_id"] >= max(1, tokenizer["vocab_size"]):
         return "tokenizer.pad_id is not in the vocabulary"
     if not isinstance(meta.get("checksums", {}), dict):

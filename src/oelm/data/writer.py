@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from oelm.atomic import folder_beside, lock_file, sync_folder, write_json
+from oelm.atomic import delete, folder_beside, lock_file, sync_folder, write_json
 from oelm.data.manifest import FORMAT, MANIFEST, seal
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError
@@ -136,7 +136,7 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
         with lock_file(final.with_suffix(".lock"), wait=True):
             there, problem = _look_up(final)  # another process may have made it
             if there is None or not there.sealed:
-                _make_beside(final, fingerprint, make, keep_old=problem is not None)
+                _make_beside(final, fingerprint, make, keep_old=there is None)
     except OSError as error:
         if found is not None:  # without checksums, and it cannot be replaced
             return found
@@ -169,10 +169,10 @@ def _make_beside(
         write_json(beside / MANIFEST, seal(meta, beside))
         if final.exists() or final.is_symlink():
             aside = final.with_name(f"{final.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            delete(aside)
             final.rename(aside)
             if not keep_old:
-                shutil.rmtree(aside, ignore_errors=True)
+                delete(aside)
         beside.rename(final)
         sync_folder(final.parent)
 

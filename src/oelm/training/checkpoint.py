@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from oelm.atomic import is_out_of_memory, read_json, sync_files, sync_folder, write_json
+from oelm.atomic import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
 from oelm.errors import RunError, UserError
 from oelm.training.live_rows import live_weights
 
@@ -129,7 +129,7 @@ class Checkpoints:
         step = checkpoint.state["step"]
         name = _name(step)
         beside = self.folder / f".{name}.part"
-        shutil.rmtree(beside, ignore_errors=True)
+        delete(beside)
         self.check_space(size_of(checkpoint))
         try:
             beside.mkdir()
@@ -236,16 +236,15 @@ class Checkpoints:
         for name in set(names) - {index.get("best"), *good[-self.keep :]}:
             self._drop(self.folder / name)
         for path in self.folder.glob(".*.part"):  # left by a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
+            delete(path)
 
     def _drop(self, path: Path) -> None:
         """Delete a checkpoint. It loses its name first: a kill halfway leaves nothing that looks like one."""
-        if path.exists():
+        if path.exists() or path.is_symlink():
             gone = self.folder / f".{path.name}.old.part"
-            shutil.rmtree(gone, ignore_errors=True)
+            delete(gone)
             path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            delete(gone)
 
 
 def _name(step: int) -> str:

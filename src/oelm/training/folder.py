@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from oelm.atomic import check_name, lock_file, read_file, read_json, write_json, write_text
-from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
+from oelm.atomic import check_name, delete, lock_file, read_file, read_object, write_json, write_text
+from oelm.config import RunConfig, make_config, read_toml, rebuild_config, to_toml
 from oelm.errors import UserError
 from oelm.version import NUMERICS, __version__
 
@@ -46,7 +46,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
         for path in self.path.glob(".*.part"):  # left by a process that was killed
-            _delete(path)
+            delete(path)
         if overwrite:
             self._clear()
         elif config_file.exists():
@@ -76,7 +76,7 @@ class RunFolder:
             checkpoints.rename(self.path / ".checkpoints.part")
         last = ("config.toml", "lock")
         for path in [*(p for p in self.path.iterdir() if p.name not in last), self.path / "config.toml"]:
-            _delete(path)
+            delete(path)
 
     def discard(self) -> None:
         """Undo `open` for a run that could not start, where it was new."""
@@ -85,7 +85,7 @@ class RunFolder:
 
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
-        seen = read_json(environment_file).get("data") if environment_file.exists() else None
+        seen = read_object(environment_file).get("data") if environment_file.exists() else None
         # The same texts, wherever they lie now and from wherever one looks at them.
         mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
         if mine != others:
@@ -108,7 +108,7 @@ class RunFolder:
 
     def status(self) -> str | None:
         path = self.path / "results.json"
-        return read_json(path).get("status") if path.exists() else None
+        return read_object(path).get("status") if path.exists() else None
 
     def write(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
@@ -164,7 +164,7 @@ class MetricsLog:
 def _lines(path: Path) -> list[str]:
     if not path.exists() and not path.is_symlink():
         return []
-    return read_file(path).decode("utf-8", "replace").splitlines()
+    return read_file(path, most=1 << 34).decode("utf-8", "replace").splitlines()
 
 
 def _entry(line: str) -> dict[str, Any] | None:
@@ -177,21 +177,22 @@ def _entry(line: str) -> dict[str, Any] | None:
     return None
 
 
-def read_config(folder: Path) -> RunConfig:
-    """The configuration of the run in a folder."""
-    if not (folder / "config.toml").is_file():
+def read_config(folder: Path, follow: bool = True) -> RunConfig:
+    """The configuration of the run in a folder; `follow`: also where its file is a link."""
+    path = folder / "config.toml"
+    if not path.exists():
         raise UserError(f"{folder} is not a run: it has no config.toml")
-    values = read_toml(folder / "config.toml")
-    if "task" not in values or "training" not in values:
+    values = read_toml(path, follow)
+    if not isinstance(values.get("task"), dict) or not isinstance(values.get("training"), dict):
         raise UserError(f"{folder} is not a run: its config.toml is of something else")
     try:
-        return rebuild_config(values)
+        config = rebuild_config(values)
     except (TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} is not a run of this version: config.toml: {error}") from None
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    with contextlib.suppress(ImportError):  # training works without pydantic
+        if make_config(values, str(path)) != config:
+            raise UserError(f"{path} is damaged: a value is not of its kind")
+    return config
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
