@@ -25,7 +25,7 @@ def results_problem(results: Any, tested: bool) -> str | None:
     for name in COMPLETE if completed else ():
         if name not in results:
             return f"{name} is missing"
-    for name in ("best", "final", "test"):
+    for name in ("best", "test"):
         needed = completed and (name == "best" or (name == "test" and tested))
         if problem := _measured_problem(results.get(name), results["metric"], needed):
             return f"{name} {problem}"
