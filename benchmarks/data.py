@@ -9,12 +9,18 @@ tokens, batches of 16 texts of similar length, padded to their own longest, as t
 `datasets.map` with the fast tokenizer, `LengthGroupedSampler` with the lengths given, and
 `DataCollatorWithPadding`, with one and with two processes; we compare with whichever of them is better at
 each thing measured. Writes benchmarks/data.json.
+
+    OELM_DATA_DIR=... OELM_TOKENIZER_DIR=... python benchmarks/data.py --checksums [--repeats 3]
+
+measures what it costs to open the prepared dataset for the first time in a process, which reads every file
+and compares it with its checksum, and to open it again. Adds `checksums` to benchmarks/data.json.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -88,6 +94,45 @@ def run_peer(folder: str, processes: int) -> dict[str, Any]:
     batches = sum(1 for _ in loader)
     seconds = time.perf_counter() - started
     return {"texts": len(data), "tokenise_s": tokenised, "batches_per_s": batches / seconds}
+
+
+def run_checksums(repeats: int) -> dict[str, Any]:
+    """Each first opening is of a new copy, whose files are in memory already: the disk is not measured."""
+    from oelm.data import load_file, open_store, prepare
+
+    first, again = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        data = load_file(Path(os.environ["OELM_DATA_DIR"]) / "imdb" / "train.parquet")
+        started = time.perf_counter()
+        store = prepare(data, tokenizer="gpt2", max_length=LENGTH, cache=folder)
+        tokenised = time.perf_counter() - started
+        size = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
+        for number in range(repeats):
+            copy = shutil.copytree(store.folder, Path(folder) / str(number))
+            for times in (first, again):
+                started = time.perf_counter()
+                open_store(copy)
+                times.append(time.perf_counter() - started)
+    middle = statistics.median(first)
+    return {
+        "what": "opening the prepared dataset: SHA-256 of every file, once in a process",
+        "command": f"python benchmarks/data.py --checksums --repeats {repeats}",
+        "hardware": _hardware(),
+        "n": repeats,
+        "bytes": size,
+        "first_s": middle,
+        "again_s": statistics.median(again),
+        "gigabytes_per_s": size / middle / 1e9,
+        "share_of_preparing": middle / tokenised,
+        "runs": {"first_s": first, "again_s": again},
+    }
+
+
+def _write(record: dict[str, Any]) -> None:
+    path = Path(__file__).with_suffix(".json")
+    beside = path.with_suffix(".json.part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(path)
 
 
 def _ready() -> None:
@@ -169,7 +214,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--checksums", action="store_true", help="measure opening a prepared dataset")
     options = parser.parse_args()
+    path = Path(__file__).with_suffix(".json")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if options.checksums:
+        found = run_checksums(options.repeats)
+        _write(known | {"checksums": found})
+        print(json.dumps(found, indent=1))
+        return
     if options.arm:
         found = (
             run_oelm(options.folder)
@@ -192,10 +245,7 @@ def main() -> None:
         **summary(runs),
         "runs": runs,
     }
-    path = Path(__file__).with_suffix(".json")
-    beside = path.with_suffix(".json.part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(path)
+    _write(record | {key: known[key] for key in ("checksums",) if key in known})
     print(
         json.dumps(
             {key: record[key] for key in ("medians", "ratios_to_the_better_peer", "reached")}, indent=1

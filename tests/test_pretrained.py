@@ -1,6 +1,8 @@
 """Checkpoints that are not what they say: one line each, exit code 2, and nothing left behind."""
 
 import json
+import pickle
+import shutil
 
 import pytest
 import torch
@@ -142,6 +144,71 @@ def test_pickles_are_not_read(oelm_cli, world, save):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     refused(oelm_cli, world, folder, "has its weights in pytorch_model.bin only, a pickle")
+
+
+class Trap:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def sharded(save, name, shard):
+    """A checkpoint of two shards, of which the index names one as told; the pickle there is a trap."""
+    folder = save(name)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    keys = load_file(folder / "model-00001-of-00001.safetensors")
+    shards = dict.fromkeys(keys, "model-00001-of-00001.safetensors") | {next(iter(keys)): shard}
+    index = {"metadata": {"total_size": 1}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / shard).parent.mkdir(exist_ok=True)
+    (folder / shard).write_bytes(pickle.dumps(Trap(folder.parent / "ran"), protocol=2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "shard", ["../weights.dat", "weights.bin", "../other.safetensors", "in/x.safetensors"]
+)
+def test_an_index_may_name_safetensors_of_its_own_folder_only(oelm_cli, world, save, shard):
+    folder = sharded(save, "astray", shard)
+    refused(oelm_cli, world, folder, f"model.safetensors.index.json names {shard!r}, which is not a safet")
+    shutil.rmtree(folder)
+
+
+def test_a_checkpoint_in_shards_is_read(save):
+    whole = load_as_saved(str(save("whole")))
+    whole.save_pretrained(save("shards").parent / "in-shards", max_shard_size="20KB")
+    found = load_as_saved(str(save("shards").parent / "in-shards"))
+    assert len([*(save("shards").parent / "in-shards").glob("*.safetensors")]) > 1
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), found.parameters(), strict=True))
+
+
+def elsewhere(config, tensors):
+    config["transformers_weights"] = "adapter_model.bin"
+
+
+def test_neither_a_config_nor_an_adapter_leads_to_a_pickle(oelm_cli, world, save):
+    named = save("named", change=elsewhere)
+    (named / "adapter_model.bin").write_bytes(pickle.dumps(Trap(world / "ran"), protocol=2))
+    refused(oelm_cli, world, named, "names the weights 'adapter_model.bin', which are no safetensors")
+    adapted = save("adapted")
+    (adapted / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1}))
+    (adapted / "adapter_model.bin").write_bytes(pickle.dumps(Trap(world / "ran"), protocol=2))
+    refused(oelm_cli, world, adapted, "holds an adapter (adapter_config.json)")
+
+
+@pytest.mark.parametrize("load", [oelm.OelmGPTForCausalLM.from_pretrained, oelm.load])
+def test_a_reference_gpt_is_never_unpickled(tmp_path, load):
+    model = tiny.build("oelm-gpt")
+    oelm.convert(model, "oelm")
+    model.save_pretrained(tmp_path / "gpt")
+    torch.save(model.state_dict(), tmp_path / "gpt" / "pytorch_model.bin")
+    (tmp_path / "gpt" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"pytorch_model\.bin only, a pickle"):
+        load(str(tmp_path / "gpt"))
 
 
 def test_files_that_are_broken_or_missing(oelm_cli, world, save):

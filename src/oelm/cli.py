@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from oelm import cli_bench, cli_convert, cli_data, cli_experiments, cli_run, cli_study
+from oelm.atomic import is_out_of_memory
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
+from oelm.terminal import say
 from oelm.version import __version__
 
 UsageError: Any = typer.BadParameter.__base__  # typer brings its own click and does not show this class
@@ -32,7 +34,7 @@ app.registered_commands += cli_run.app.registered_commands + cli_study.app.regis
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"oelm {__version__}")
+        say(f"oelm {__version__}")
         raise typer.Exit
 
 
@@ -52,27 +54,29 @@ def main() -> None:
     except UsageError as error:
         if text := " ".join(error.format_message().split()):  # empty: no arguments, and the help is shown
             verb = error.ctx.command_path if error.ctx else "oelm"
-            typer.echo(f"oelm: {text.rstrip('.')}; see {verb} --help", err=True)
+            say(f"oelm: {text.rstrip('.')}; see {verb} --help", err=True)
         sys.exit(2)
     except UserError as error:
-        typer.echo(f"oelm: {error}", err=True)
+        say(f"oelm: {' '.join(str(error).splitlines())}", err=True)
         sys.exit(2)
     except (AuditError, RunError) as error:
-        typer.echo(f"oelm: {error}", err=True)
+        say(f"oelm: {error}", err=True)
         sys.exit(1)
     except Interrupted as reason:
-        typer.echo(
-            f"oelm: {reason}; what was trained is saved, the same command goes on from there", err=True
-        )
+        say(f"oelm: {reason}; what was trained is saved, the same command goes on from there", err=True)
         sys.exit(REQUEUE)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if is_out_of_memory(error):
+            text = " ".join(str(error).split()) or "no more could be had"
+            say(f"oelm: memory did not suffice: {text}; give it more (ulimit -v), or less to do", err=True)
+            sys.exit(1)
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = f" for {error.filename}" if error.filename else ""
-        typer.echo(f"oelm: there is no space left{where}; make some and start again", err=True)
+        say(f"oelm: there is no space left{where}; make some and start again", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        typer.echo(
+        say(
             "oelm: stopped at once; what had been saved stays, and the same command goes on from it", err=True
         )
         sys.exit(130)

@@ -12,6 +12,7 @@ import typer
 
 from oelm.cli_run import seconds_of
 from oelm.errors import UserError
+from oelm.terminal import say
 
 # What a laptop's two cores get through in some minutes, and what a large GPU needs to be busy.
 ON_CPU: dict[str, Any] = {
@@ -101,7 +102,7 @@ def _first_interrupt(stopped: Event) -> Iterator[None]:
     """Let the first Ctrl-C end the work in good order; the next one is as usual."""
 
     def stop(*_: object) -> None:
-        typer.echo("stopping after this round; Ctrl-C again stops at once", err=True)
+        say("stopping after this round; Ctrl-C again stops at once", err=True)
         stopped.set()
         signal.signal(signal.SIGINT, before)
 
@@ -142,8 +143,8 @@ def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> d
         profile=given["profile"],
         stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
     )
-    say = lambda text: typer.echo(text, err=True)  # noqa: E731
-    return run_bench(settings, device, say, json_file, stopped.is_set)
+    tell = lambda text: say(text, err=True)  # noqa: E731
+    return run_bench(settings, device, tell, json_file, stopped.is_set)
 
 
 def _parts(text: str) -> list[str]:

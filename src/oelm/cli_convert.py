@@ -9,13 +9,14 @@ import typer
 
 from oelm import cli_options as options
 from oelm.errors import UserError
+from oelm.terminal import say
 
 SAMPLE_TEXTS, SAMPLE_TOKENS = 32, 128  # enough for a standard deviation, and soon done
 
 
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub id.")],
-    out: Annotated[Path, typer.Option(help="The new checkpoint's folder.")],
+    out: Annotated[Path, typer.Option(help="The new checkpoint's folder.", callback=options.new_folder)],
     method: Annotated[str, typer.Option(help="oelm, oelm-polar, frozen, ...: docs/methods.md.")] = "oelm",
     seed: Annotated[int, typer.Option(help="Decides what is drawn.")] = 0,
     sample: Annotated[
@@ -62,10 +63,10 @@ def convert(
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}; name another folder") from None
     if as_json:
-        typer.echo(json.dumps(report.to_dict()))
+        say(json.dumps(report.to_dict()))
         return
-    typer.echo(f"{report}\n\n{report.head_table()}" if heads else str(report))
-    typer.echo(f"saved in {out}")
+    say(f"{report}\n\n{report.head_table()}" if heads else str(report))
+    say(f"saved in {out}")
 
 
 UNTRAINED = "It was converted and not trained since: expect little of it before it is fine-tuned."

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from oelm.cli_options import AsJson, MaxTargetLength, Target
+from oelm.cli_options import AsJson, MaxTargetLength, Target, new_folder
+from oelm.terminal import say
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
 
@@ -34,12 +35,12 @@ def list_tasks(as_json: AsJson = False) -> None:
     from oelm.data.catalogue import TASKS
 
     if as_json:
-        typer.echo(json.dumps([asdict(task) for task in TASKS.values()], indent=1))
+        say(json.dumps([asdict(task) for task in TASKS.values()], indent=1))
         return
     for task in TASKS.values():
         hub = task.hub.path + (f" ({task.hub.config})" if task.hub.config else "") if task.hub else "-"
         tried = "" if task.tried_on_hub or not task.hub else ", not tried on the hub"
-        typer.echo(f"{task.name:<14} {task.kind:<21} {task.metric:<15} {hub}{tried}")
+        say(f"{task.name:<14} {task.kind:<21} {task.metric:<15} {hub}{tried}")
 
 
 @app.command()
@@ -84,7 +85,7 @@ def inspect(
     )
     store = choice.store(show_progress=not as_json)
     report = describe(store)
-    typer.echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
+    say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
 
 
 @app.command()
@@ -102,7 +103,9 @@ def prepare(
     tokenizer: TokenizerName = None,
     max_length: MaxLength = 512,
     max_target_length: MaxTargetLength = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also copy the prepared folder here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also copy the prepared folder here.", callback=new_folder)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise once and print the folder that training can use, here or on another machine.
@@ -131,6 +134,6 @@ def prepare(
     if out is not None:
         store = copy_store(store, out)
     for warning in store.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": store.warnings}
-    typer.echo(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)
+    say(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)

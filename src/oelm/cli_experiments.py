@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from oelm.terminal import say
+
 if TYPE_CHECKING:
     from oelm.study.catalogue import Experiment
 
@@ -22,12 +24,12 @@ def experiments(
     if id is None:
         catalogue = list_experiments()
         if as_json:
-            typer.echo(_json([asdict(experiment) for experiment in catalogue]))
+            say(_json([asdict(experiment) for experiment in catalogue]))
         else:
             _print_table(catalogue)
         return
     experiment = get_experiment(id)
-    typer.echo(_json(asdict(experiment)) if as_json else _render(experiment))
+    say(_json(asdict(experiment)) if as_json else _render(experiment))
 
 
 def _json(value: Any) -> str:

@@ -1,8 +1,19 @@
 """Options that several verbs share: one wording for each."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from oelm.atomic import check_name
+
+
+def new_folder(path: Path | None) -> Path | None:
+    """Callback of every --out: a name that cannot be used is refused before any work is done."""
+    if path is not None:
+        check_name(path)
+    return path
+
 
 Data = Annotated[str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet, or prepared data.")]
 Text = Annotated[str | None, typer.Option(help="Column of the text.")]

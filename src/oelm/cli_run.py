@@ -12,6 +12,7 @@ import typer
 
 from oelm import cli_options as options
 from oelm.errors import AuditError, UserError
+from oelm.terminal import console, say
 
 if TYPE_CHECKING:
     from oelm.config import RunConfig
@@ -50,7 +51,10 @@ def train(
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; an unfinished run in it is resumed.")
+        Path | None,
+        typer.Option(
+            help="The run's folder; an unfinished run in it is resumed.", callback=options.new_folder
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew in a folder with a run.")
@@ -79,9 +83,9 @@ def train(
     if not results:  # another process than the first
         return
     if as_json:
-        typer.echo(json.dumps(results))
+        say(json.dumps(results))
         return
-    typer.echo(summary(results))
+    say(summary(results))
 
 
 def resolve_config(
@@ -224,7 +228,7 @@ def evaluate(
         columns = {"text": text, "text_pair": text_pair, "label": label, "data_dir": data_dir}
         columns = {key: value for key, value in columns.items() if value is not None}
         answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
-    typer.echo(json.dumps(answer, indent=None if as_json else 1))
+    say(json.dumps(answer, indent=None if as_json else 1))
 
 
 @app.command()
@@ -240,8 +244,8 @@ def predict(
     """
     from oelm.training.trained import Trained
 
-    for answer in Trained(run).predict(_texts(file), lambda text: typer.echo(text, err=True)):
-        typer.echo(json.dumps(answer, ensure_ascii=False))
+    for answer in Trained(run).predict(_texts(file), lambda text: say(text, err=True)):
+        say(json.dumps(answer, ensure_ascii=False))
 
 
 def _texts(file: Iterable[bytes]) -> Iterator[str]:
@@ -272,7 +276,7 @@ def generate(
 
     trained = Trained(run)
     written = trained.generate(prompt, tokens, temperature, top_k, seed)
-    typer.echo(written if trained.writes else prompt + written)
+    say(written if trained.writes else prompt + written)
 
 
 @app.command()
@@ -287,12 +291,12 @@ def audit(run: Run, as_json: options.AsJson = False) -> None:
         checked = Trained(run).audit()  # to load a model is to audit it, too
     except AuditError as error:
         if as_json:
-            typer.echo(json.dumps({"problems": error.problems}))
+            say(json.dumps({"problems": error.problems}))
         raise AuditError(f"{run}: {error}", error.problems) from None
     if as_json:
-        typer.echo(json.dumps(checked.to_dict()))
+        say(json.dumps(checked.to_dict()))
         return
-    typer.echo(
+    say(
         f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
         f"bit for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
         f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
@@ -310,19 +314,19 @@ def status(
 
     roots = folders or [Path("runs")]
     if as_json:
-        typer.echo(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
+        say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
         return
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
 
     def picture() -> Group:
         return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
 
-    console = Console()
+    screen = console()
     if not watch:
-        console.print(picture())
+        screen.print(picture())
         return
-    with Live(picture(), console=console, refresh_per_second=4) as live:
+    with Live(picture(), console=screen, refresh_per_second=4) as live:
         while True:
             time.sleep(2)
             live.update(picture())
@@ -367,11 +371,11 @@ def logs(
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} is not a run, or has logged nothing yet")
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             line = file.readline()
             if line.endswith("\n"):
-                typer.echo(log_line(json.loads(line)))
+                say(log_line(line))
             elif not follow or not is_locked(run):
                 break
             else:
@@ -380,12 +384,16 @@ def logs(
                 time.sleep(0.5)
 
 
-def log_line(entry: dict[str, Any]) -> str:
+def log_line(line: str) -> str:
     """One line of metrics.jsonl for people."""
-    if entry["kind"] == "eval":
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
-        return f"step {entry['step']}: {entry['split']} {numbers}"
-    return (
-        f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
-        f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
-    )
+    try:
+        entry = json.loads(line)
+        if entry["kind"] == "eval":
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
+            return f"step {entry['step']}: {entry['split']} {numbers}"
+        return (
+            f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
+            f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"(a damaged line: {line.strip()[:60]})"

@@ -9,6 +9,7 @@ import typer
 from oelm import cli_options as options
 from oelm.cli_run import seconds_of
 from oelm.errors import RunError, UserError
+from oelm.terminal import say
 
 if TYPE_CHECKING:
     from oelm.study.design import Study
@@ -44,7 +45,10 @@ def study(
     margin: Annotated[float | None, typer.Option(help="Points (per cent of PPL) that do not matter.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
-    out: Annotated[Path | None, typer.Option(help="The study's folder; it goes on where it was.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The study's folder; it goes on where it was.", callback=options.new_folder),
+    ] = None,
     stop_after: options.StopAfter = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs and the time, then stop.")
@@ -70,7 +74,7 @@ def study(
     StudyFolder(folder).check(found)  # before anything is imported or prepared
     limit = seconds_of(stop_after) if stop_after is not None else None
     if dry_run:
-        typer.echo(describe(found, folder))
+        say(describe(found, folder))
     elif import_:
         bring_in(found, folder, import_)
     else:
@@ -88,10 +92,10 @@ def report(
 
     written = write_report(folder, lang)
     if as_json:
-        typer.echo(json.dumps(as_plain(written.analysis, lang), indent=1, ensure_ascii=False))
+        say(json.dumps(as_plain(written.analysis, lang), indent=1, ensure_ascii=False))
         return
-    typer.echo(summary(written.analysis, lang))
-    typer.echo(f"\n{written.markdown}\n{written.html}")
+    say(summary(written.analysis, lang))
+    say(f"\n{written.markdown}\n{written.html}")
 
 
 def resolve_study(
@@ -174,9 +178,9 @@ def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
         folder.save(study, settings)
         for source in sources:
             came, refused = folder.bring_in(source, settings)
-            typer.echo(f"{source}: {came} records imported")
+            say(f"{source}: {came} records imported")
             for reason, count in refused.items():
-                typer.echo(f"  {count} left out: {reason}")
+                say(f"  {count} left out: {reason}")
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
@@ -189,24 +193,24 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         progress = conduct(study, out, limit, live.show)
     written = write_report(out, lang)
     if as_json:
-        typer.echo(json.dumps(as_plain(written.analysis), ensure_ascii=False))
+        say(json.dumps(as_plain(written.analysis), ensure_ascii=False))
         return
-    typer.echo(summary(written.analysis, lang))
-    typer.echo("")
+    say(summary(written.analysis, lang))
+    say("")
     for what, where in kept_models(progress, out):
-        typer.echo(f"model    {what}: {where}")
+        say(f"model    {what}: {where}")
     for name, reason in progress.failed.items():
-        typer.echo(f"failed   {name}: {reason}")
-    typer.echo(f"report   {written.html}")
+        say(f"failed   {name}: {reason}")
+    say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
         raise RunError("nothing was measured: every run that it takes has failed")
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="The study's folder; it goes on where it was.")] = Path(
-        "oelm-demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The study's folder; it goes on where it was.", callback=options.new_folder)
+    ] = Path("oelm-demo"),
     lang: Annotated[str, typer.Option(help="Of the report: en or zh.")] = "en",
 ) -> None:
     """The main job on embedded data: does freezing pay on 8,530 film reviews? Some minutes on a laptop.

@@ -4,14 +4,16 @@ The dataclasses need nothing but the standard library, so a training process can
 edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys.
 """
 
+import functools
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
+from oelm.atomic import read_file
 from oelm.errors import UserError
 
 T = TypeVar("T")
@@ -228,12 +230,19 @@ def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunC
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """A dataclass from a nested mapping; the first key that is wrong is named."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(dict(values))
+        return cast(T, _adapter(cast(Any, kind)).validate_python(dict(values)))
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error.errors()[0], kind)}") from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
@@ -264,13 +273,15 @@ def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
     return (f"[{'.'.join(map(str, path))}]" if path else "the file"), known
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
+def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
     """A TOML file as nested dictionaries; a file that is none is refused with the place of the mistake."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_file(Path(path), follow).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path} is not a TOML file: it is nested too deeply") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a TOML file: {error}") from None
 
 
@@ -323,7 +334,13 @@ def to_toml(values: Mapping[str, Any]) -> str:
     for key, section in values.items():
         if isinstance(section, Mapping):
             lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in section.items())]
-    return "\n".join(lines).strip() + "\n"
+    text = "\n".join(lines).strip() + "\n"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        line = text[: error.start].rpartition("\n")[2] + text[error.start :].partition("\n")[0]
+        raise UserError(f"{line!r} is not text in UTF-8; rename it") from None
+    return text
 
 
 def _toml_value(value: Any) -> str:

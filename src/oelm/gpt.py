@@ -50,6 +50,7 @@ from oelm.kernels.rows import pick_rows
 from oelm.lm_loss import causal_lm_loss, shifted
 from oelm.method import Method
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
+from oelm.pretrained import check_files
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -81,8 +82,11 @@ class OelmGPTPreTrainedModel(PreTrainedModel):
         return torch.from_numpy(generator(seed, name).standard_normal(shape, dtype="float32") * NORMAL_STD)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        loaded = super().from_pretrained(*args, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if pretrained_model_name_or_path is not None:
+            check_files(str(pretrained_model_name_or_path), **kwargs)
+        kwargs["use_safetensors"] = True
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if model.config.oelm:
             refreeze(model)  # transformers makes every loaded parameter trainable

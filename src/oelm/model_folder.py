@@ -1,6 +1,5 @@
 """A model's folder: weights, tokenizer and a card that says what it is. There whole or not at all."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from oelm.atomic import sync_files, sync_folder
+from oelm.atomic import delete, folder_beside, sync_files, sync_folder
 from oelm.changes import ConversionReport
 from oelm.errors import UserError
 from oelm.gpt_config import OelmGPTConfig
@@ -18,19 +17,14 @@ def write_model(
     folder: Path, model: PreTrainedModel, tokenizer: Any, card: str, weights: dict[str, Tensor] | None = None
 ) -> None:
     """Write a checkpoint of the model's own family; one that is there already is replaced in one step."""
-    beside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
     disable_progress_bar()  # transformers' own; ours shows what matters
-    try:
+    with folder_beside(folder) as beside:
         model.save_pretrained(beside, state_dict=weights)
         tokenizer.save_pretrained(beside)
         (beside / "README.md").write_text(card, encoding="utf-8")
         sync_files(beside)
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
         beside.rename(folder)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     sync_folder(folder.parent)
 
 

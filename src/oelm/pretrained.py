@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from oelm.atomic import is_out_of_memory
 from oelm.errors import AuditError, UserError
 from oelm.families import family_row
+from oelm.weights import check_weights, quantised
 
 HUB_ARGUMENTS = (
     "subfolder",
@@ -54,21 +56,28 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the hub and the network fail in many ways
+        if is_out_of_memory(error):
+            raise
         if "trust_remote_code" in str(error):
             raise _own_code(name) from None
         raise UserError(f"{name} is not a model that can be loaded: {_one_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)
     if getattr(config, "quantization_config", None):
-        raise _quantised(name, "config.json has a quantization_config")
+        raise quantised(name, "config.json has a quantization_config")
     return config
 
 
 def check_checkpoint(name: str) -> None:
     """Refuse, before anything is prepared for it, a checkpoint that cannot be read or converted."""
     family_row(load_config(name).model_type)
-    _refuse_pickles(name)
-    _refuse_integers(name)
+    check_files(name)
+
+
+def check_files(name: str, **kwargs: Any) -> None:
+    """Refuse a checkpoint whose weights are not safetensors of its own. `kwargs` are `from_pretrained`'s."""
+    hub = hub_arguments(kwargs)
+    check_weights(name, hub, getattr(load_config(name, **hub), "transformers_weights", None))
 
 
 def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
@@ -92,13 +101,12 @@ def load_checkpoint(
     Also returned: the names of what is not from the checkpoint. Only with `new_head` may there be any, and
     then it is the task's head alone.
     """
-    _refuse_pickles(name)
-    _refuse_integers(name)
+    check_files(name, **kwargs)
     with _quiet():
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, UserError | AuditError):
+            if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
             raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
     shapes = {key: (tuple(found), tuple(wanted)) for key, found, wanted in info["mismatched_keys"]}
@@ -170,35 +178,6 @@ def _spare(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> 
     prefix = f"{model.base_model_prefix}."
     known = {LAYER.sub(".*.", name.removeprefix(prefix)) for name in model.state_dict()}
     return sorted(name for name in unexpected if LAYER.sub(".*.", name.removeprefix(prefix)) in known)
-
-
-def _refuse_pickles(name: str) -> None:
-    folder = Path(name)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
-        for path in folder.glob(pattern):
-            raise UserError(
-                f"{name} has its weights in {path.name} only, a pickle, which can run code when it is read: "
-                "save the model as safetensors where you trust it"
-            )
-
-
-def _refuse_integers(name: str) -> None:
-    """Matrices of integers are not weights, whatever a config forgets to say. Buffers may be integers."""
-    for path in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []:
-        try:
-            with safe_open(path, framework="pt") as file:
-                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return  # loading it says what is wrong
-        for key, kind in kinds.items():
-            if key.endswith(".weight") and not kind.startswith(("F", "BF")):
-                raise _quantised(name, f"{key} is stored as {kind}")
-
-
-def _quantised(name: str, why: str) -> UserError:
-    return UserError(f"{name} is quantised ({why}): use the full-precision model, and quantise it afterwards")
 
 
 def _own_code(name: str) -> UserError:

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oelm.data import load_file, open_store, prepare
+from oelm.atomic import folder_beside
+from oelm.data import load_file, manifest, open_store, prepare
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
 from tests.data.made import labelled
@@ -83,7 +84,8 @@ def _slow_make(root: str, log: str) -> None:
             file.write("made\n")
         time.sleep(0.5)
         return {"splits": {}, "task": "t", "kind": "k", "metric": "m", "label_names": [], "max_length": 1,
-                "tokenizer": {"vocab_size": 1, "pad_id": 0}, "warnings": []}  # fmt: skip
+                "tokenizer": {"name": "x", "vocab_size": 1, "pad_id": 0}, "warnings": [], "pairs": False,
+                "dropped": {}, "duplicates": {}}  # fmt: skip
 
     cached_store(Path(root), "x", "f" * 64, make)
 
@@ -155,6 +157,31 @@ def test_a_file_size_limit_is_reported_and_leaves_nothing(tmp_path: Path) -> Non
     assert [path.suffix for path in (tmp_path / "c" / "stores").iterdir()] == [".lock"]
 
 
+STARVED = """
+import resource, sys, pydantic
+import oelm.cli, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
+sys.argv = ["oelm", "data", "inspect", sys.argv[1]]
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+oelm.cli.main()
+"""
+
+
+def test_memory_that_does_not_suffice_is_no_damage(tmp_path: Path) -> None:
+    """A limit on addresses (`ulimit -v`) lets nothing be mapped any more."""
+    folder = _prepare(labelled(tmp_path / "x.csv"))
+    offsets = np.load(folder / "train.offsets.npy")
+    np.save(folder / "train.offsets.npy", np.tile(offsets, 1 + (32 << 20) // offsets.nbytes))
+    meta = json.loads((folder / "store.json").read_text())
+    meta = {key: value for key, value in meta.items() if key not in ("checksums", "digest")}
+    (folder / "store.json").write_text(json.dumps(manifest.seal(meta, folder)))
+    done = subprocess.run([sys.executable, "-c", STARVED, str(folder)], text=True, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("oelm: memory did not suffice: ") and "Traceback" not in done.stderr
+    assert "damaged" not in done.stderr and "train.offsets.npy" in done.stderr
+
+
 def test_folders_that_are_no_store(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a prepared data set: it has no store\.json"):
         open_store(tmp_path)
@@ -179,6 +206,143 @@ def test_copying_onto_something_is_refused(tmp_path: Path) -> None:
     store = open_store(_prepare(labelled(tmp_path / "x.csv")))
     with pytest.raises(UserError, match="exists already"):
         copy_store(store, tmp_path)
+
+
+def test_a_users_own_part_is_left_alone(tmp_path: Path) -> None:
+    """What is written beside the folder asked for has a name that is nobody's."""
+    store = open_store(_prepare(labelled(tmp_path / "x.csv")))
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine.txt").write_text("precious")
+    copy_store(store, tmp_path / "out")
+    assert (tmp_path / "out.part" / "mine.txt").read_text() == "precious"
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_copy_that_was_killed_is_made_the_next_time(tmp_path: Path) -> None:
+    """What the killed one left is deleted; what another process is still writing is not."""
+    store = open_store(_prepare(labelled(tmp_path / "x.csv")))
+
+    def stop_halfway(ready: "multiprocessing.synchronize.Event") -> None:
+        with folder_beside(tmp_path / "out") as beside:
+            (beside / "half").write_text("")
+            ready.set()
+            time.sleep(600)
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    writer = context.Process(target=stop_halfway, args=(ready,))
+    writer.start()
+    assert ready.wait(60)
+    copy_store(store, tmp_path / "out")
+    assert len([*tmp_path.glob(".out.oelm-*.part/half")]) == 1
+    shutil.rmtree(tmp_path / "out")
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    assert copy_store(store, tmp_path / "out").fingerprint == store.fingerprint
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_the_lock_of_the_cache_is_no_way_to_another_file(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv")
+    folder = _prepare(path)
+    shutil.rmtree(folder)
+    lock = folder.with_suffix(".lock")
+    (tmp_path / "mine.txt").write_text("precious")
+    for target in (tmp_path / "mine.txt", tmp_path / "made-through-a-link"):
+        lock.unlink()
+        lock.symlink_to(target)
+        with pytest.raises(UserError, match=r"\.lock should be a lock, and is a link"):
+            _prepare(path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+    assert not (tmp_path / "made-through-a-link").exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(UserError, match="no regular file"):
+        _prepare(path)
+
+
+def _flip_labels(folder: Path) -> None:
+    """As an editor of bytes would: the file keeps its size."""
+    labels = np.load(folder / "train.labels.npy", mmap_mode="r+")
+    labels[:] = 1 - labels
+    labels.flush()
+
+
+def test_labels_flipped_on_disk_are_noticed(tmp_path: Path) -> None:
+    store = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy")
+    _flip_labels(store.folder)
+    with pytest.raises(UserError, match=r"train\.labels\.npy was changed .*; prepare the data again"):
+        open_store(store.folder)
+
+
+def test_class_names_changed_on_disk_are_noticed(tmp_path: Path) -> None:
+    store = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy")
+    manifest = store.folder / "store.json"
+    manifest.write_text(manifest.read_text().replace('"no"', '"on"'))
+    with pytest.raises(UserError, match=r"store\.json was changed or damaged"):
+        open_store(store.folder)
+
+
+def test_a_damaged_store_of_the_cache_is_set_aside_and_made_again(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv")
+    folder = _prepare(path)
+    right = np.load(folder / "train.labels.npy")
+    _flip_labels(folder)
+    store = prepare(load_file(path, text="body", label="topic"), tokenizer="train:300")
+    assert store["train"].labels.tolist() == right.tolist()
+    assert "train.labels.npy was changed or damaged" in store.warnings[-1]
+    assert np.load(folder.with_name(folder.name + ".damaged") / "train.labels.npy").tolist() != right.tolist()
+
+
+def _without_checksums(folder: Path) -> Path:
+    meta = json.loads((folder / "store.json").read_text())
+    del meta["checksums"], meta["digest"]
+    (folder / "store.json").write_text(json.dumps(meta))
+    return folder
+
+
+def test_a_store_of_an_earlier_version_is_read_and_said_to_have_no_checksums(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.csv")
+    cached = _without_checksums(_prepare(path))
+    store = open_store(cached)
+    assert any("has no checksums" in warning for warning in store.warnings)
+    assert store["train"].labels.tolist() == open_store(_prepare(path))["train"].labels.tolist()
+    again = open_store(cached)  # in the cache it has been made again
+    assert again.sealed and again.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "message"),
+    [
+        ("labels", lambda a: a + 2, "a value is not between 0 and 1"),
+        ("labels", lambda a: a[:-1], "values where"),
+        ("labels", lambda a: a.astype(float), "no row of whole numbers"),
+        ("tokens", lambda a: a.reshape(-1, 1), "no row of whole numbers"),
+        ("tokens", lambda a: a + 300, "a value is not between 0 and 299"),
+        ("offsets", lambda a: a[::-1], "its places are not in order"),
+    ],
+)
+def test_without_checksums_what_cannot_be_is_refused(tmp_path: Path, column, change, message) -> None:
+    folder = _without_checksums(_prepare(labelled(tmp_path / "x.csv")))
+    path = folder / f"train.{column}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=rf"train\.{column}\.npy is damaged: .*{message}"):
+        open_store(folder)
+
+
+def test_a_process_checks_a_store_once(tmp_path: Path) -> None:
+    """The runs of a study that one process makes open the same store again and again."""
+    store = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy")
+    opened: list[str] = []
+    watching = True
+    sys.addaudithook(
+        lambda event, args: opened.append(str(args[0])) if event == "open" and watching else None
+    )
+    for _ in range(3):
+        open_store(store.folder)
+    watching = False
+    assert str(store.folder / "store.json") in opened
+    assert [name for name in opened if name.startswith(str(store.folder)) and name.endswith(".npy")] == []
 
 
 def test_an_array_written_in_pieces_is_a_numpy_file(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from oelm.study.report.notices import notices
 from oelm.study.report.render import escape_markdown, to_html, to_markdown
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
+from oelm.training.status import run_status
 from tests.study.claim_records import pairs, rates_study, run, trials
 from tests.study.report_folders import copy_run, make_study, settle
 
@@ -383,6 +384,31 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     texts = [notice.text for notice in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
     assert any("1 copies" in text for text in texts) and any("passed over" in text for text in texts)
+
+
+INCOMPLETE = {
+    "best without metrics": {"best": {"split": "validation", "step": 3}},
+    "metrics of another kind": {"best": {"split": "validation", "step": 3, "metrics": ["accuracy"]}},
+    "a metric that is text": {"test": {"split": "test", "step": 3, "metrics": {"accuracy": "0.9"}}},
+    "a metric that is null": {"test": {"split": "test", "step": 3, "metrics": {"accuracy": None}}},
+    "a number no float can hold": {"test": {"split": "test", "metrics": {"accuracy": 10**400}}},
+    "no test": {"test": None},
+    "no parameters": {"parameters": None},
+    "references of another kind": {"references": {"majority": 0.5}},
+    "a time that is text": {"total_time_s": "long"},
+}
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_one_incomplete_record_is_named_and_the_others_are_compared(tmp_path, kind):
+    out = make_study(tmp_path / "s")
+    settle(out)
+    victim = next(p for p in sorted((out / "runs").rglob("results.json")) if "measured" in str(p))
+    victim.write_text(json.dumps(json.loads(victim.read_text()) | INCOMPLETE[kind]))
+    found = analyse(out)
+    assert len(found.damaged) == 1 and f"{victim} is not the record of a run: " in found.damaged[0]
+    assert len(found.comparisons) == 1 and len(found.comparisons[0].seeds) == 4
+    assert run_status(victim.parent).to_dict() and summary(found)
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():

@@ -127,6 +127,30 @@ def test_another_machines_records_come_in(unbroken, data, tmp_path, monkeypatch)
     assert "0 records imported" in refused.output and "another configuration" in refused.output
 
 
+def test_an_import_takes_regular_files_only(unbroken, data, tmp_path, monkeypatch):
+    """Not what a link leads to, be it a file of the system or a device without an end, and no pipe."""
+    monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
+    (tmp_path / "secret").write_text("nobody's business")
+    targets = (tmp_path / "secret", Path("/dev/zero"), None, None)
+    files = ("timing_stats.json", "metrics.jsonl", "predictions.npz", "results.json")
+    source = tmp_path / "source"
+    runs = sorted(path.parent for path in unbroken.rglob("predictions.npz"))
+    for number, (name, target) in enumerate(zip(files, targets, strict=True)):
+        shutil.copytree(runs[number], source / str(number))
+        (source / str(number) / name).unlink()
+        if target is None:
+            os.mkfifo(source / str(number) / name)
+        else:
+            (source / str(number) / name).symlink_to(target)
+    (source / "linked").symlink_to(runs[0])
+    words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "2", "--out", str(tmp_path / "s")]
+    found = CliRunner().invoke(app, [*words, "--import", str(source)])
+    assert found.exit_code == 0, found.output
+    assert "0 records imported" in found.output and "4 left out: damaged" in found.output
+    assert "is a link, which is not followed" in found.output
+    assert not [*(tmp_path / "s").rglob("results.json")]
+
+
 def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "5", "--dry-run"]

@@ -165,13 +165,14 @@ class Machine:
         return path
 
     def start(
-        self, config: Path, out: Path, *more: str, store: Path | None = None, strike: Strike | None = None
-    ) -> Running:
+        self, config: Path, out: Path, *more: str, store: Path | None = None, strike: Strike | None = None,
+        threads: int = 1,
+    ) -> Running:  # fmt: skip
         words = ["train", "--config", str(config), "--data", str(store or self.store), "--out", str(out)]
         self.count += 1
         log = self.folder / f"{self.count}.log"
         log.touch()
-        process = self._forks.Process(target=_child, args=([*words, *more], str(log), strike))
+        process = self._forks.Process(target=_child, args=([*words, *more], str(log), strike, threads))
         process.start()
         return Running(process, log)
 
@@ -185,7 +186,7 @@ class Machine:
             assert ended.code == 0, ended.text
 
 
-def _child(words: list[str], log: str, strike: Strike | None) -> None:
+def _child(words: list[str], log: str, strike: Strike | None, threads: int) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(handle, stream)
@@ -193,7 +194,7 @@ def _child(words: list[str], log: str, strike: Strike | None) -> None:
 
     from oelm.cli import main
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if strike is not None:
         strike.install()
     sys.argv = ["oelm", *words]

@@ -346,6 +346,76 @@ def test_a_full_disk_loses_nothing(
     assert outcome(out) == outcome(reference)
 
 
+def test_a_full_disk_while_it_resumes_names_the_last_checkpoint(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path
+) -> None:
+    config, reference = unbroken()
+    out = tmp_path / "run"
+    machine.run(config, out, strike=Strike(signal.SIGKILL, path="step-00000027"))
+    last = kept(out)[-1]
+    assert (out / "metrics.jsonl").stat().st_size > 4000  # which it writes anew when it resumes
+    running = machine.start(config, out, strike=Strike(signal.SIGSTOP, below="Checkpoints.settle"))
+    stat = Path(f"/proc/{running.pid}/stat")
+    running.wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (4000, 4000))
+    running.send(signal.SIGCONT)
+    ended = running.end()
+    assert ended.code == 1 and "Traceback" not in ended.text, ended.text
+    assert f"the last good checkpoint is {last}; mend it and start again" in ended.message
+    assert machine.run(config, out).code == 0
+    assert outcome(out) == outcome(reference)
+
+
+@pytest.mark.parametrize("damage", ["cut", "a line in the middle", "gone"])
+def test_lines_lost_from_the_log_are_named_and_the_run_resumes(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path, damage: str
+) -> None:
+    config, reference = unbroken()
+    out = tmp_path / "run"
+    machine.run(config, out, strike=Strike(signal.SIGKILL, path="step-00000021"))
+    log = out / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    resumed = int(kept(out)[-1].removeprefix("step-"))
+    before = [json.loads(line)["step"] for line in lines].index(7)
+    if damage == "cut":
+        log.write_bytes(b"".join(lines[:before]))
+    elif damage == "gone":
+        log.unlink()
+    else:
+        lines[before] = b"\xff\x00" + lines[before]
+        log.write_bytes(b"".join(lines))
+    assert machine.run(config, out).code == 0
+    warnings = json.loads((out / "results.json").read_text())["warnings"]
+    said = [text for text in warnings if "metrics.jsonl was damaged" in text]
+    assert len(said) == 1 and f"resumed after step {resumed}:" in said[0]
+    assert f"from after step {0 if damage == 'gone' else 6} on" in said[0]
+    if damage == "a line in the middle":
+        assert "1 of its lines" in said[0]
+        steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+        assert steps.count(8) == 1 and 7 not in steps  # what comes after the damage is kept
+    for name in ("last", "best"):
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert outcome(out)[name][file] == outcome(reference)[name][file]
+
+
+def test_a_run_that_resumes_with_other_threads_says_so(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path
+) -> None:
+    """Also where it was killed again before it had saved: its steps before were made with the others."""
+    config, reference = unbroken()
+    out = tmp_path / "run"
+    machine.run(config, out, strike=Strike(signal.SIGKILL, path="step-00000012"))
+    resumed = int(kept(out)[-1].removeprefix("step-"))
+    machine.run(config, out, strike=Strike(signal.SIGKILL, below=SAVE), threads=2)
+    assert machine.run(config, out, threads=2).code == 0
+    warnings = json.loads((out / "results.json").read_text())["warnings"]
+    said = (
+        f"resumed after step {resumed} with threads 2 (before: 1): the numbers may differ in their last bits"
+    )
+    assert [text.startswith(said) for text in warnings].count(True) == 1
+    assert "resumed" not in str(json.loads((reference / "results.json").read_text())["warnings"])
+
+
 @pytest.mark.parametrize("training", [{}, {"keep": 1}, EARLY], ids=["two", "one", "best-before"])
 def test_the_last_k_and_the_best_are_kept(unbroken: Unbroken, training: dict[str, Any]) -> None:
     _, out = unbroken(**training)

@@ -122,8 +122,12 @@ def _token_span(chars: np.ndarray, span: tuple[int, int]) -> tuple[int, int]:
 
 def read_references(split: Split) -> dict[int, dict[str, Any]]:
     """By id: what the texts of a measured split are compared with (`write_questions`, `write_sequences`)."""
-    with (split.folder / f"{split.name}.references.jsonl").open(encoding="utf-8") as file:
-        return {record["id"]: record for record in map(json.loads, file)}
+    path = split.folder / f"{split.name}.references.jsonl"
+    try:
+        with path.open(encoding="utf-8") as file:
+            return {record["id"]: record for record in map(json.loads, file)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); prepare the data again") from None
 
 
 def answer_text(split: Split, item: int, start: int, end: int, references: dict[int, dict[str, Any]]) -> str:

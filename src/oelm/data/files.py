@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from oelm.atomic import is_out_of_memory
 from oelm.config import SUFFIXES
 from oelm.errors import UserError
 
@@ -79,6 +80,8 @@ class ParquetSource(FileSource):
                         pool.release_unused()  # or the pool keeps several times what it needs
                         yield values
             except (pyarrow.ArrowException, OSError) as error:
+                if is_out_of_memory(error):
+                    raise
                 raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
 
 

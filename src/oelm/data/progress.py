@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from oelm.terminal import console, say
+
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal; short work prints none
 
 
@@ -22,11 +24,15 @@ def progress(label: str, total: int | None, unit: str, show: bool = True) -> Ite
 
 @contextlib.contextmanager
 def _bar(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda n: bar.advance(task, n)
 
@@ -43,6 +49,6 @@ def _lines(label: str, total: int | None, unit: str) -> Callable[[int], None]:
             last = now
             rate = done / (now - started)
             of, left = (f" of {total:,}", f", {(total - done) / rate:.0f} s left") if total else ("", "")
-            print(f"{label}: {done:,}{of} {unit}, {rate:,.0f} a second{left}", file=sys.stderr)
+            say(f"{label}: {done:,}{of} {unit}, {rate:,.0f} a second{left}", err=True)
 
     return advance

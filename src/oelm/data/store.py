@@ -1,6 +1,6 @@
 """A prepared store: one folder with everything training needs, readable without the original data.
 
-    store.json                what it is: task, kind, labels, tokenizer, counts, warnings, fingerprint
+    store.json                what it is: task, kind, labels, tokenizer, counts, warnings, checksums
     tokenizer/                as transformers saves it
     <split>.tokens.npy        all texts end to end, two bytes a token where the vocabulary fits
     <split>.<column>.npy      offsets, labels, ids, ... one value per item (or per token)
@@ -8,17 +8,16 @@
 Only json and numpy are needed to open one, and nothing is unpickled. Tokens are memory-mapped.
 """
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from oelm.atomic import is_out_of_memory
+from oelm.data.manifest import AGAIN, NO_CHECKSUMS, check_values, read_column, read_manifest
 from oelm.errors import UserError
 
-FORMAT = 1
-MANIFEST = "store.json"
 IGNORE = -100  # a label that torch's cross-entropy leaves out
 Array = np.ndarray
 
@@ -31,11 +30,10 @@ class Split:
 
     def column(self, name: str) -> Array:
         """A column, memory-mapped: `tokens`, `offsets`, `labels`, `ids`, `second`, `tags`, `starts`, ..."""
-        path = self.folder / f"{self.name}.{name}.npy"
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{path} is missing or damaged ({error}); prepare the data again") from None
+        return read_column(self.path(name))
+
+    def path(self, column: str) -> Path:
+        return self.folder / f"{self.name}.{column}.npy"
 
     def has(self, name: str) -> bool:
         return name in self.meta["columns"]
@@ -111,7 +109,8 @@ class Store:
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.pad_id: int = meta["tokenizer"]["pad_id"]
         self.fingerprint: str = meta["fingerprint"]
-        self.warnings: list[str] = meta["warnings"]
+        self.sealed = "checksums" in meta  # its files are known to be as they were written
+        self.warnings: list[str] = [*meta["warnings"], *([] if self.sealed else [NO_CHECKSUMS])]
 
     def __getitem__(self, split: str) -> Split:
         if split not in self.splits:
@@ -133,20 +132,20 @@ class Store:
         """The tokenizer the store was made with, as transformers loads it."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
+        folder = self.folder / "tokenizer"
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # a broken file fails in many ways inside the libraries
+            if is_out_of_memory(error):
+                raise
+            why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise UserError(f"the tokenizer in {folder} cannot be loaded: {why}; {AGAIN}") from None
 
 
 def open_store(folder: str | Path) -> Store:
-    """Open a prepared store, wherever it was copied to."""
+    """Open a prepared store, wherever it was copied to; its files are checked when a process first does."""
     folder = Path(folder)
-    try:
-        meta = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
-    if meta.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} has format {meta.get('format')!r}, this version reads {FORMAT}; prepare the data again"
-        )
-    return Store(folder, meta)
+    store = Store(folder, read_manifest(folder))
+    if not store.sealed:
+        check_values(store)
+    return store

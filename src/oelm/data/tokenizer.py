@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm.atomic import is_out_of_memory
 from oelm.data.files import one_line
 from oelm.errors import UserError
 
@@ -79,6 +80,8 @@ def _from_folder(folder: Path) -> Any:
             cased = "cased" in folder.name.replace("uncased", "")
             return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
     except Exception as error:  # a broken file fails in many ways inside the libraries
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)}") from None
     raise UserError(
         f"{folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
@@ -91,6 +94,8 @@ def _from_hub(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever the network or the hub may answer
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); "
             "without a network, set OELM_TOKENIZER_DIR, or use train:8192"

@@ -1,7 +1,6 @@
 """Writing stores: arrays that grow on disk, and a cache folder that several processes may share."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +9,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from oelm.atomic import sync_folder, write_json
-from oelm.data.store import FORMAT, MANIFEST, Store, open_store
+from oelm.atomic import delete, folder_beside, lock_file, sync_folder, write_json
+from oelm.data.manifest import FORMAT, MANIFEST, seal
+from oelm.data.store import Store, open_store
 from oelm.errors import UserError
 
 
@@ -124,55 +124,68 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     """The store of that fingerprint: the one that is there, or a new one, made once however many ask.
 
     `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
-    it is on disk, so a store that can be seen is complete.
+    it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again,
+    and one without checksums replaced.
     """
     final = root / "stores" / f"{name}-{fingerprint[:16]}"
-    if (final / MANIFEST).is_file():  # no lock: a read-only cache can be used
-        return open_store(final)
+    found, problem = _look_up(final)  # no lock: a read-only cache can be used
+    if found is not None and found.sealed:
+        return found
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final.with_suffix(".lock")):
-            if not (final / MANIFEST).is_file():
-                _make_beside(final, fingerprint, make)
+        with lock_file(final.with_suffix(".lock"), wait=True):
+            there, problem = _look_up(final)  # another process may have made it
+            if there is None or not there.sealed:
+                _make_beside(final, fingerprint, make, keep_old=there is None)
     except OSError as error:
+        if found is not None:  # without checksums, and it cannot be replaced
+            return found
         raise UserError(
             f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
         ) from None
-    return open_store(final)
+    store = open_store(final)
+    if problem:
+        store.warnings.append(
+            f"{problem.rpartition(';')[0]}; it was set aside in the cache and prepared again"
+        )
+    return store
 
 
-def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> None:
-    beside = final.with_name(final.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed: we hold its lock now
-    beside.mkdir()
+def _look_up(final: Path) -> tuple[Store | None, str | None]:
+    """The store there, if it can be used, and what is wrong with it, if it cannot."""
+    if not (final / MANIFEST).exists():
+        return None, None
     try:
+        return open_store(final), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _make_beside(
+    final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]], keep_old: bool
+) -> None:
+    with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
         meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
-        write_json(beside / MANIFEST, meta)
+        write_json(beside / MANIFEST, seal(meta, beside))
+        if final.exists() or final.is_symlink():
+            aside = final.with_name(f"{final.name}.damaged")
+            delete(aside)
+            final.rename(aside)
+            if not keep_old:
+                delete(aside)
         beside.rename(final)
         sync_folder(final.parent)
-    except BaseException:  # Ctrl-C too: nothing half-written stays
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
 
 
 def copy_store(store: Store, folder: Path) -> Store:
     """A copy of a store in a folder of the user's, which must not exist yet."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; name a new folder")
-    beside = folder.with_name(folder.name + ".part")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(store.folder, beside)
-        beside.rename(folder)
+        with folder_beside(folder) as beside:
+            shutil.copytree(store.folder, beside, dirs_exist_ok=True)
+            beside.rename(folder)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     return open_store(folder)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel lets go when the holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from oelm.atomic import read_json
 from oelm.config import SUFFIXES
 from oelm.gpt_sizes import PRESETS
 from oelm.study import statistics
@@ -37,9 +36,8 @@ def architecture(group: Group) -> str:
     if group.model in PRESETS:
         return "gpt"
     for record in group.records:
-        if (path := record.folder / "freeze_audit.json").exists():
-            seen = read_json(path)["fingerprint"]
-            names = Counter(name.partition(".")[0] for name in (*seen["frozen"], *seen["trainable"]))
+        if record.parameter_names:
+            names = Counter(name.partition(".")[0] for name in record.parameter_names)
             return names.most_common(1)[0][0]
     return model_name(group).partition("-")[0]
 

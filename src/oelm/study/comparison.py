@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from oelm.atomic import read_json
 from oelm.errors import OUTCOMES
 from oelm.study import statistics
 from oelm.study.design import Study
@@ -73,11 +72,7 @@ class Arm:
 
     def step_time(self) -> float | None:
         """Median seconds of a step, over the measured runs."""
-        found = []
-        for record in self.records:
-            path = record.folder / "timing_stats.json"
-            if path.exists() and "median_s" in (timing := read_json(path)):
-                found.append(timing["median_s"])
+        found = [value for record in self.records if (value := record.step_time) is not None]
         return median(found) if found else None
 
     def area(self) -> float | None:

@@ -1,7 +1,6 @@
 """Conduct a study: data first, then as many runs side by side as there is room for."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from oelm.errors import UserError
 from oelm.study.design import Study, StudyConfig
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.runner import Progress, Runner, Slot
+from oelm.terminal import say
 from oelm.training.session import stopping
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
         config.model.name = config.model.name or default_model(device)
         store = prepared_store(config, show)
         for warning in store.warnings if show else ():
-            print(f"note: {store.task}: {warning}", file=sys.stderr)
+            say(f"note: {store.task}: {warning}", err=True)
         trivial_references(store)  # computed once here, found in the cache by every run
         precision, _ = resolve_precision(config.training.precision, device)
         settings.append(Setting(study, config, store, precision))

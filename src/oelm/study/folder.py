@@ -1,25 +1,37 @@
 """A study's folder: what it holds, which runs belong to it, and how records of other machines come in."""
 
 import contextlib
-import shutil
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from oelm.atomic import folder_name, lock_file, read_json, write_json, write_text
+from oelm.atomic import (
+    check_name,
+    copy_file,
+    delete,
+    folder_beside,
+    folder_name,
+    lock_file,
+    read_json,
+    write_json,
+    write_text,
+)
 from oelm.config import MethodConfig, RunConfig, read_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
-from oelm.study.records import FILES, Identity, Record, find_records, identify
+from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
 from oelm.training.folder import difference
 from oelm.training.metrics import LOWER_IS_BETTER
 from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
     from oelm.data import Store
+
+LARGEST = 1 << 30  # bytes of one file of a record that is imported
 
 
 @dataclass
@@ -88,7 +100,7 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     @contextlib.contextmanager
     def opened(self, study: Study) -> Iterator[None]:
@@ -136,6 +148,7 @@ class StudyFolder:
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
+        check_name(self.path)
         if not (self.path / "study.toml").exists():
             strangers = (
                 [p for p in self.path.iterdir() if p.name != "study.lock"] if self.path.is_dir() else []
@@ -174,7 +187,11 @@ class StudyFolder:
     def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
         found = read_json(path) if path.exists() else {}
-        if not isinstance(found, dict):
+        if (
+            not isinstance(found, dict)
+            or not _is_list_of(dict, found.get("changes", []))
+            or not all(_is_list_of(str, found.get(name, [])) for name in ("made", "imported"))
+        ):
             raise UserError(
                 f"{path} is damaged; delete it, and start the study again to have it written anew"
             )
@@ -200,7 +217,7 @@ class StudyFolder:
             raise UserError(f"{source} is not a folder" if source.exists() else f"{source}: no such folder")
         came, refused, known = 0, Counter[str](), set()
         damaged: list[str] = []
-        for record in find_records(source, damaged):
+        for record in find_records(source, damaged, follow=False):
             fits = [s for s in settings if s.fits(record)]
             if not record.completed:
                 refused[f"{record.results['status']}"] += 1
@@ -209,28 +226,46 @@ class StudyFolder:
             else:
                 known.add(record.identity.setting)
                 cell = Cell(record.method, record.lr, record.seed, record.choosing)
-                if _copy(record, self.path / run_folder(fits[0].task, cell, record.identity.key)):
-                    came += 1
-                else:
-                    refused["there already"] += 1
+                try:
+                    copied = self._copy(record, run_folder(fits[0].task, cell, record.identity.key))
+                except UserError as error:
+                    damaged.append(str(error))
+                    continue
+                came += copied
+                refused["there already"] += not copied
         if damaged:
             refused[f"damaged, such as {damaged[0]}"] = len(damaged)
         if not came and not refused:
             raise UserError(f"{source} holds no run that has ended")
         self._write(imported=sorted({*self._read().get("imported", []), *known}))
-        return came, dict(refused)
+        return came, {reason: count for reason, count in refused.items() if count}
+
+    def _copy(self, record: Record, name: Path) -> bool:
+        """A record into the study's folder, whole or not at all; False where it is there already."""
+        to = self.path / name
+        try:
+            there = read_record(to)
+        except UserError:
+            self._set_aside(to)
+            there = None
+        if there is not None and there.completed:
+            return False
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with folder_beside(to) as beside:
+            for file in FILES:
+                path = record.folder / file
+                if path.exists() or path.is_symlink():
+                    copy_file(path, beside / file, LARGEST)
+            delete(to)
+            beside.rename(to)
+        return True
+
+    def _set_aside(self, folder: Path) -> None:
+        """Keep a damaged run apart, under a name of its own."""
+        aside = self.path / "damaged" / f"{folder.name}-{secrets.token_hex(4)}"
+        aside.parent.mkdir(exist_ok=True)
+        folder.rename(aside)
 
 
-def _copy(record: Record, to: Path) -> bool:
-    """A record into a study's folder, whole or not at all; False where it is there already."""
-    if (to / "results.json").exists() and read_json(to / "results.json").get("status") == "completed":
-        return False
-    beside = to.with_name(f".{to.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    for name in FILES:
-        if (record.folder / name).exists():
-            shutil.copyfile(record.folder / name, beside / name)
-    shutil.rmtree(to, ignore_errors=True)
-    beside.rename(to)
-    return True
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)

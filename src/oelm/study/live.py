@@ -8,6 +8,7 @@ from typing import Any
 
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.runner import Progress
+from oelm.terminal import console, say
 from oelm.training.display import duration
 from oelm.training.status import run_status
 
@@ -21,10 +22,9 @@ class Live:
 
     def __enter__(self) -> "Live":
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.live import Live as RichLive
 
-            self._live = RichLive(console=Console(stderr=True), refresh_per_second=4, transient=True)
+            self._live = RichLive(console=console(stderr=True), refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -47,7 +47,7 @@ class Live:
         if self._live is not None:
             self._live.console.print(text, highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text, err=True)
 
     def _summary(self, progress: Progress) -> str:
         # A run may have written its results before its process has said so: it is done, not running.

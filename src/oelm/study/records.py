@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import read_json
+from oelm.atomic import read_file, read_json, read_object
 from oelm.config import RunConfig
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
+from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.training.folder import read_config
 from oelm.training.metrics import LOWER_IS_BETTER
 
@@ -134,36 +136,82 @@ class Record:
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
         """The evaluations along the way: step, epoch, split, metrics."""
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
+        try:
+            text = read_file(self.folder / "metrics.jsonl", most=1 << 34).decode("utf-8", "replace")
+        except (FileNotFoundError, UserError):
             return []
         found = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in text.splitlines():
             if '"eval"' in line:
-                with contextlib.suppress(ValueError):  # a line that a crash cut short
+                with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut short
                     found.append(json.loads(line))
-        return [entry for entry in found if isinstance(entry, dict) and entry.get("kind") == "eval"]
+        return [entry for entry in found if self._is_evaluation(entry)]
+
+    def _is_evaluation(self, entry: Any) -> bool:
+        if not isinstance(entry, dict) or entry.get("kind") != "eval" or not is_number(entry.get("step")):
+            return False
+        metrics = entry.get("metrics")
+        return (
+            isinstance(metrics, dict)
+            and is_measure(metrics.get(self.metric))
+            and is_number(entry.get("epoch", 0))
+            and isinstance(entry.get("split", ""), str)
+        )
+
+    @cached_property
+    def step_time(self) -> float | None:
+        """Median seconds of a step, where timing_stats.json says."""
+        with contextlib.suppress(UserError):
+            found = read_object(self.folder / "timing_stats.json").get("median_s")
+            return float(found) if found is not None and is_number(found) else None
+        return None
+
+    @cached_property
+    def parameter_names(self) -> list[str]:
+        """The names of the model's parameters, where freeze_audit.json holds them."""
+        with contextlib.suppress(UserError, KeyError, TypeError):
+            seen = read_object(self.folder / "freeze_audit.json")["fingerprint"]
+            return [str(name) for name in (*seen["frozen"], *seen["trainable"])]
+        return []
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What predictions.npz holds, where it is there and whole."""
-        try:
-            with np.load(self.folder / "predictions.npz", allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        """What predictions.npz holds, where it is there and whole: one value of each kind per item."""
+        path = self.folder / "predictions.npz"
+        if not path.is_file():
             return None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError,
+                AttributeError, SyntaxError, zipfile.BadZipFile, zlib.error):  # fmt: skip
+            return None
+        return arrays if self._fit(arrays) else None
+
+    def _fit(self, arrays: dict[str, np.ndarray]) -> bool:
+        used = [name for name in ("ids", "labels", "predictions", self.metric) if name in arrays]
+        if "ids" not in used or ("predictions" in used) != ("labels" in used):
+            return False
+        if any(arrays[name].ndim < 1 or arrays[name].dtype.kind not in "biuf" for name in used):
+            return False
+        if arrays["ids"].ndim != 1 or len({len(arrays[name]) for name in used}) > 1:
+            return False
+        return all(bool(np.isfinite(arrays[name]).all()) for name in used)
 
 
-def read_record(folder: Path) -> Record | None:
-    """The record in a folder; None where the run has not ended yet."""
+def read_record(folder: Path, follow: bool = True) -> Record | None:
+    """The record in a folder; None where the run has not ended yet. UserError where it cannot be used.
+
+    `follow=False`, for records that someone else made: regular files only, no links.
+    """
     if not (folder / "results.json").exists() or not (folder / "environment.json").exists():
         return None
-    config = read_config(folder)
-    results, environment = read_json(folder / "results.json"), read_json(folder / "environment.json")
-    needed = ("metric", "status", "task", "model")
-    if not isinstance(results, dict) or not all(name in results for name in needed):
-        raise UserError(f"{folder / 'results.json'} is not the record of a run")
-    if not isinstance(environment, dict):
-        raise UserError(f"{folder / 'environment.json'} is not the record of a run")
+    config = read_config(folder, follow)
+    results = read_json(folder / "results.json", follow)
+    environment = read_json(folder / "environment.json", follow)
+    if problem := results_problem(results, config.training.test):
+        raise UserError(f"{folder / 'results.json'} is not the record of a run: {problem}")
+    if problem := environment_problem(environment):
+        raise UserError(f"{folder / 'environment.json'} is not the record of a run: {problem}")
     identity = identify(
         config,
         environment.get("data") or results.get("data_fingerprint") or "",
@@ -173,18 +221,19 @@ def read_record(folder: Path) -> Record | None:
     return Record(folder, config, results, environment, identity)
 
 
-def find_records(root: Path, damaged: list[str] | None = None) -> Iterator[Record]:
+def find_records(root: Path, damaged: list[str] | None = None, follow: bool = True) -> Iterator[Record]:
     """Every run below a folder that has ended, sorted by folder; what is not one is passed over.
 
-    A run whose record cannot be read is passed over too, and said in `damaged` where that is given.
+    A run whose record cannot be read is passed over too, and said in `damaged` where that is given. Links
+    to folders are not followed, and with `follow=False` no others either.
     """
-    for path in sorted(root.rglob("results.json")):
+    for path in sorted(Path(at, "results.json") for at, _, names in os.walk(root) if "results.json" in names):
         folder = path.parent
         hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)  # half copied
-        if hidden or not (folder / "config.toml").is_file():
+        if hidden or not (folder / "config.toml").exists():
             continue
         try:
-            record = read_record(folder)
+            record = read_record(folder, follow)
         except UserError as error:
             if damaged is None:
                 raise

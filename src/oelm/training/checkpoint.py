@@ -12,8 +12,9 @@ before the index was written puts it right when it resumes.
 """
 
 import hashlib
-import json
+import re
 import shutil
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from oelm.atomic import read_json, sync_files, sync_folder, write_json
+from oelm.atomic import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
 from oelm.errors import RunError, UserError
 from oelm.training.live_rows import live_weights
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)
+NAME = re.compile(r"step-\d{8,}")
 MARGIN = 64 << 20  # bytes that must stay free beside a checkpoint: the records of the run
 
 
@@ -127,7 +129,7 @@ class Checkpoints:
         step = checkpoint.state["step"]
         name = _name(step)
         beside = self.folder / f".{name}.part"
-        shutil.rmtree(beside, ignore_errors=True)
+        delete(beside)
         self.check_space(size_of(checkpoint))
         try:
             beside.mkdir()
@@ -142,24 +144,38 @@ class Checkpoints:
             self._write_index(checkpoint.state)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
-            last = self.index().get("last")
+            if is_out_of_memory(error):
+                raise
             raise RunError(
                 f"step {step}: the checkpoint could not be written ({error}); "
-                f"the last good one is {last or 'none'}",
+                f"the last good one is {self.last() or 'none'}",
                 kind="disk",
                 advice="free some space and start again to resume",
             ) from None
         self._prune()
 
     def index(self) -> dict[str, str]:
-        path = self.folder / "index.json"
-        return dict(read_json(path)) if path.exists() else {}
+        """What index.json says; nothing where it is missing or damaged, for it follows from the folders."""
+        try:
+            found = read_json(self.folder / "index.json")
+        except UserError:
+            return {}
+        names = found.items() if isinstance(found, dict) else ()
+        return {key: name for key, name in names if isinstance(name, str)}
+
+    def names(self) -> list[str]:
+        """The checkpoints on disk, oldest first."""
+        return sorted(path.name for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
+
+    def last(self) -> str | None:
+        """The newest checkpoint: one that can be seen was written whole."""
+        return next(reversed(self.names()), None)
 
     def load_last(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; broken ones are reported in `problems` and passed over."""
-        for path in sorted(self.folder.glob("step-*"), reverse=True):
+        for name in reversed(self.names()):
             try:
-                found = read_checkpoint(path)
+                found = read_checkpoint(self.folder / name)
             except UserError as error:
                 self.problems.append(f"{error}; the checkpoint before it is used")
                 continue
@@ -219,21 +235,20 @@ class Checkpoints:
 
     def _prune(self) -> None:
         index = self.index()
-        names = sorted(path.name for path in self.folder.glob("step-*"))
+        names = self.names()
         good = [name for name in names if name <= index["last"]]  # a later one is broken
         for name in set(names) - {index.get("best"), *good[-self.keep :]}:
             self._drop(self.folder / name)
         for path in self.folder.glob(".*.part"):  # left by a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
+            delete(path)
 
     def _drop(self, path: Path) -> None:
         """Delete a checkpoint. It loses its name first: a kill halfway leaves nothing that looks like one."""
-        if path.exists():
+        if path.exists() or path.is_symlink():
             gone = self.folder / f".{path.name}.old.part"
-            shutil.rmtree(gone, ignore_errors=True)
+            delete(gone)
             path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            delete(gone)
 
 
 def _name(step: int) -> str:
@@ -248,8 +263,15 @@ def size_of(checkpoint: Checkpoint) -> int:
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint whose checksums are right; anything else is a UserError that says what is wrong."""
     _check(path)
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
+    try:
+        state = read_json(path / STATE)
+        if not isinstance(state, dict) or _name(state["step"]) != path.name:
+            raise UserError(f"{STATE} is not the state of that step")
+        return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
+    except (UserError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"there is not enough memory to read {path}") from None
+        raise UserError(f"checkpoint {path.name} is broken: {error}") from None
 
 
 def _check(path: Path) -> None:
@@ -261,6 +283,8 @@ def _check(path: Path) -> None:
         raise UserError(f"checkpoint {path.name} is broken: {SUMS} does not name its files")
     for name, recorded in sums.items():
         try:
+            if not stat.S_ISREG((path / name).stat().st_mode):  # a pipe would be waited for
+                raise UserError(f"checkpoint {path.name} is broken: {name} is not a regular file")
             found = _digest(path / name)
         except OSError as error:
             raise UserError(f"checkpoint {path.name} is broken: {name} {error.strerror}") from None

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+from oelm.terminal import console, say
+
 QUIET_SECONDS = 15.0  # between two lines where there is no terminal
 
 
@@ -74,11 +76,10 @@ class Display:
 
     @staticmethod
     def _print(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text, err=True)
 
 
 def _bar(label: str, total: int, start: int) -> Any:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
@@ -87,7 +88,7 @@ def _bar(label: str, total: int, start: int) -> Any:
         MofNCompleteColumn(),
         TextColumn("{task.fields[rest]}", markup=False),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console(stderr=True),
         transient=True,
     )
     bar.add_task(label, total=total, completed=start, rest="")

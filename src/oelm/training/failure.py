@@ -1,15 +1,11 @@
 """Of which kind an exception is that ended a run: see OUTCOMES and FAULTS in `oelm.errors`."""
 
-import errno
-
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from oelm.atomic import is_out_of_memory
 from oelm.errors import RunError, UserError
-
-# PyTorch's CPU allocator raises a plain RuntimeError: its text is all there is to know it by.
-CPU_ALLOCATOR = ("DefaultCPUAllocator", "std::bad_alloc")
 
 
 def failure_kind(error: BaseException) -> str:
@@ -20,16 +16,12 @@ def failure_kind(error: BaseException) -> str:
         return "input"
     if isinstance(error, torch.OutOfMemoryError):
         return "gpu_memory"
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return "memory"
-    if isinstance(error, OSError):
-        return "memory" if error.errno == errno.ENOMEM else "disk"
-    if isinstance(error, SafetensorError):
+    if isinstance(error, OSError | SafetensorError):
         return "disk"
     if isinstance(error, torch.AcceleratorError):
         return "device"
     if isinstance(error, dist.DistError):
         return "process"
-    if isinstance(error, RuntimeError) and any(name in str(error) for name in CPU_ALLOCATOR):
-        return "memory"
     return "software"

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from oelm.atomic import lock_file, read_json, write_json, write_text
-from oelm.config import RunConfig, read_toml, rebuild_config, to_toml
+from oelm.atomic import check_name, delete, lock_file, read_file, read_object, write_json, write_text
+from oelm.config import RunConfig, make_config, read_toml, rebuild_config, to_toml
 from oelm.errors import FolderInUse, UserError
 from oelm.version import NUMERICS, __version__
 
@@ -26,7 +26,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fresh = False  # nothing of an earlier run is in it
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
         """Take the folder for a run of this configuration on the data of this fingerprint.
@@ -35,6 +35,7 @@ class RunFolder:
         whatever `overwrite` says.
         """
         config_file = self.path / "config.toml"
+        check_name(self.path)
         self._check_kind()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ class RunFolder:
                 raise
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
         for path in self.path.glob(".*.part"):  # left by a process that was killed
-            _delete(path)
+            delete(path)
         if overwrite:
             self._clear()
         elif config_file.exists():
@@ -78,7 +79,7 @@ class RunFolder:
             checkpoints.rename(self.path / ".checkpoints.part")
         last = ("config.toml", "lock")
         for path in [*(p for p in self.path.iterdir() if p.name not in last), self.path / "config.toml"]:
-            _delete(path)
+            delete(path)
 
     def discard(self) -> None:
         """Undo `open` for a run that could not start, where it was new."""
@@ -87,7 +88,7 @@ class RunFolder:
 
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
-        seen = read_json(environment_file).get("data") if environment_file.exists() else None
+        seen = read_object(environment_file).get("data") if environment_file.exists() else None
         # The same texts, wherever they lie now and from wherever one looks at them.
         mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
         if mine != others:
@@ -110,7 +111,7 @@ class RunFolder:
 
     def status(self) -> str | None:
         path = self.path / "results.json"
-        return read_json(path).get("status") if path.exists() else None
+        return read_object(path).get("status") if path.exists() else None
 
     def write(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
@@ -120,27 +121,39 @@ class MetricsLog:
     """metrics.jsonl: one object per log step and per evaluation, in the order of the steps.
 
     A resumed run cuts off what was logged after its checkpoint, so a run that was killed and one that was
-    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint.
+    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint;
+    `logged`: how many lines there were when it was written, if it says so.
     """
 
-    def __init__(self, path: Path, from_step: int, evaluated: bool) -> None:
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                    repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
-                    if entry["step"] > from_step or repeated:
-                        break
-                except (ValueError, KeyError):
-                    break  # the line a crash cut short
-                kept.append(line)
+    def __init__(self, path: Path, from_step: int, evaluated: bool, logged: int | None = None) -> None:
+        kept: list[str] = []
+        last = 0  # the step of the last line before any that is missing
+        whole = True
+        for line in _lines(path):
+            entry = _entry(line)
+            if entry is None:  # cut short by a crash, or damaged
+                whole = False
+                continue
+            repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
+            if entry["step"] > from_step or repeated:
+                break
+            kept.append(line)
+            last = entry["step"] if whole else last
+        self.missing: str | None = None
+        if logged is not None and len(kept) < logged:
+            lost = logged - len(kept)
+            self.missing = (
+                f"metrics.jsonl was damaged before the run resumed after step {from_step}: {lost:,} of its "
+                f"lines, from after step {last} on, {'is' if lost == 1 else 'are'} missing"
+            )
         write_text(path, "".join(f"{line}\n" for line in kept))
+        self.lines = len(kept)
         self.file = path.open("a", encoding="utf-8")
 
     def add(self, **values: Any) -> None:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
+        self.lines += 1
 
     def sync(self) -> None:
         """Bring all lines to the disk: those before a checkpoint are never written again."""
@@ -151,21 +164,38 @@ class MetricsLog:
             self.file.close()
 
 
-def read_config(folder: Path) -> RunConfig:
-    """The configuration of the run in a folder."""
-    if not (folder / "config.toml").is_file():
+def _lines(path: Path) -> list[str]:
+    if not path.exists() and not path.is_symlink():
+        return []
+    return read_file(path, most=1 << 34).decode("utf-8", "replace").splitlines()
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("kind"), str):
+        return entry
+    return None
+
+
+def read_config(folder: Path, follow: bool = True) -> RunConfig:
+    """The configuration of the run in a folder; `follow`: also where its file is a link."""
+    path = folder / "config.toml"
+    if not path.exists():
         raise UserError(f"{folder} is not a run: it has no config.toml")
-    values = read_toml(folder / "config.toml")
-    if "task" not in values or "training" not in values:
+    values = read_toml(path, follow)
+    if not isinstance(values.get("task"), dict) or not isinstance(values.get("training"), dict):
         raise UserError(f"{folder} is not a run: its config.toml is of something else")
     try:
-        return rebuild_config(values)
+        config = rebuild_config(values)
     except (TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} is not a run of this version: config.toml: {error}") from None
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    with contextlib.suppress(ImportError):  # training works without pydantic
+        if make_config(values, str(path)) != config:
+            raise UserError(f"{path} is damaged: a value is not of its kind")
+    return config
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
@@ -209,6 +239,18 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
     return found
+
+
+def arithmetic(found: dict[str, Any]) -> dict[str, str]:
+    """What of an environment may change the last bits of a run's numbers."""
+    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in found else "cpu"}
+    return {name: str(found[key]) for name, key in names.items()} | found["packages"]
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> str:
+    """What differs between two of these, in words; empty where nothing does."""
+    keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {now.get(key, 'none')} (before: {before.get(key, 'none')})" for key in keys)
 
 
 def _commit() -> str | None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from oelm.atomic import read_json
+from oelm.atomic import read_object
 from oelm.errors import UserError
 from oelm.pretrained import check_checkpoint
 from oelm.training.folder import read_config
@@ -42,7 +42,7 @@ def short_model_name(name: str) -> str:
 def notes_on_start(name: str, kind: str, max_length: int) -> list[str]:
     """What a reader of a run should know about the model it starts from, where that was trained here."""
     config = Path(name) / "config.json"
-    values = read_json(config) if config.is_file() else {}
+    values = read_object(config) if config.is_file() else {}
     if values.get("model_type") != REFERENCE:
         return []
     notes = []

@@ -24,7 +24,7 @@ from oelm.errors import AuditError, Interrupted, RunError
 from oelm.kernels.plain import plain_path
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
-from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
+from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, full_state, restore
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import failure_kind
@@ -93,7 +93,7 @@ def _train(
             raise Interrupted(stop.reason or "another process was told to stop")
         return _finish(session)
     except BaseException as error:
-        failure = _failure(session, error)
+        failure = _failure(session, folder, error)
         _record(session, folder, failure)
         if failure is error:
             raise
@@ -226,7 +226,7 @@ def _check_finite(session: Session, recent: list[Taken]) -> float:
 def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
     """The error of a run whose numbers are not finite by the path that is left."""
     session.progress.step = step  # that far it got
-    ids, last = bad.items, session.checkpoints.index().get("last", "none")
+    ids, last = bad.items, session.checkpoints.last() or "none"
     tried = "" if session.progress.plain_from is None else ", by the fast path and by the plain one"
     return RunError(
         f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
@@ -329,13 +329,14 @@ def _save(session: Session) -> None:
     if spoilt is not None:
         raise RunError(
             f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
-            f"{session.checkpoints.index().get('last', 'none')}",
+            f"{session.checkpoints.last() or 'none'}",
             kind="diverged",
             advice=LOWER,
         )
     if session.main:
         if session.log is not None:
             session.log.sync()
+            session.progress.logged = session.log.lines
         state = asdict(session.progress) | {"scaler": session.scaler.state_dict()}
         session.checkpoints.save(Checkpoint(model, moments, state))
     session.state.wait_for_everyone()
@@ -374,18 +375,18 @@ def _finish(session: Session) -> dict[str, Any]:
     return final
 
 
-def _failure(session: Session | None, error: BaseException) -> BaseException:
+def _failure(session: Session | None, folder: RunFolder, error: BaseException) -> BaseException:
     """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
     if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
     kind = failure_kind(error)
-    last = session.checkpoints.index().get("last", "none") if session is not None else "none"
+    last = Checkpoints(folder.path / "checkpoints", keep=1).last() or "none"
     text = str(error).partition("\n")[0] or type(error).__name__
     if kind == "disk":
         reason = f"the run's files could not be written or read ({text}); the last good checkpoint is {last}"
         return RunError(reason, kind, "mend it and start again to resume")
     if kind in ("memory", "gpu_memory"):
-        reason = f"out of memory ({text}); the last good checkpoint is {last}"
+        reason = f"there is not enough memory ({text}); the last good checkpoint is {last}"
         return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
     if kind == "software" and session is not None and (name := _spoilt(session)):
         # Not every metric can be computed from what such a model answers.

@@ -5,6 +5,7 @@ them in the store as `references.json`. A store copied to another machine is eno
 """
 
 import contextlib
+import hashlib
 import json
 import warnings
 from collections import Counter
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import write_json
+from oelm.atomic import read_json, write_json
 from oelm.data.answers import read_references
 from oelm.data.catalogue import CLASSIFICATION, LM, SEQ2SEQ, TOKENS
 from oelm.data.shuffle import permutation
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tokenizer import Encoder
+from oelm.errors import UserError
 from oelm.training import metrics
 
 VERSION = 1  # of what is computed here: another version's cache is not read
@@ -278,14 +280,19 @@ def _read_cache(store: Store) -> dict[str, Any]:
     """What was computed before for this store by this version; empty if nothing, or nothing readable."""
     empty = {"version": VERSION, "fingerprint": store.fingerprint, "splits": [], "references": {}}
     try:
-        known = json.loads((store.folder / CACHE).read_text(encoding="utf-8"))
+        known = read_json(store.folder / CACHE)
         same = all(known[key] == empty[key] for key in ("version", "fingerprint"))
-        return known if same else empty
-    except (OSError, ValueError, KeyError, TypeError):
+        return known if same and known.pop("digest") == _digest(known) else empty
+    except (UserError, KeyError, TypeError, AttributeError):
         return empty
 
 
 def _write_cache(folder: Path, known: dict[str, Any]) -> None:
     """A folder that cannot be written to is fine: then nothing is kept."""
     with contextlib.suppress(OSError):
-        write_json(folder / CACHE, known)
+        write_json(folder / CACHE, known | {"digest": _digest(known)})
+
+
+def _digest(known: dict[str, Any]) -> str:
+    """Numbers that were changed on disk are computed again."""
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

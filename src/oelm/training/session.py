@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from oelm.atomic import is_out_of_memory
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
@@ -17,7 +18,7 @@ from oelm.training import parallel, results
 from oelm.training.build import build_model
 from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
 from oelm.training.display import Display, duration
-from oelm.training.folder import MetricsLog, RunFolder, environment
+from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
 from oelm.training.lineage import notes_on_start
 from oelm.training.live_rows import live_weights
 from oelm.training.objective import Objective, make_objective
@@ -45,6 +46,8 @@ class Progress:
     plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
     watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
     warnings: list[str] = field(default_factory=list)
+    logged: int | None = None  # lines of metrics.jsonl
+    made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
@@ -93,15 +96,23 @@ def start_session(
     before = fingerprint(raw.to(state.device))
     checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
     loaded = checkpoints.load_last()
-    scaler = loaded.state.pop("scaler", {}) if loaded is not None else {}
-    progress = Progress() if loaded is None else Progress.of(loaded.state)
+    progress, scaler = Progress(), {}
+    if loaded is not None:
+        with _fitting(loaded):
+            scaler = loaded.state.pop("scaler", {})
+            progress = Progress.of(loaded.state)
     way = config if progress.plain_from is None else on_the_plain_path(config)
     stepper = make_stepper(way, objective, raw, state)
     stepper.config, stepper.watch = config, progress.watch
     if loaded is not None:
-        restore(loaded, raw, stepper.optimizer)
-        stepper.scaler.load_state_dict(scaler or stepper.scaler.state_dict())
+        with _fitting(loaded):
+            restore(loaded, raw, stepper.optimizer)
+            stepper.scaler.load_state_dict(scaler or stepper.scaler.state_dict())
         audit(raw, before)
+    around: dict[str, Any] = {}
+    if state.is_main_process:
+        around = environment(state.device, state.num_processes)
+        _compare(progress, arithmetic(around))
     start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
     for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
         if text:
@@ -116,11 +127,14 @@ def start_session(
         if loaded is not None:
             checkpoints.settle(asdict(progress))
         _introduce(session, resumed=loaded is not None)
-        folder.write(
-            "environment.json", environment(state.device, state.num_processes) | {"data": store.fingerprint}
-        )
+        folder.write("environment.json", around | {"data": store.fingerprint})
         session.trackers = results.start_trackers(session)
-        session.log = MetricsLog(folder.path / "metrics.jsonl", progress.step, progress.due is None)
+        session.log = MetricsLog(
+            folder.path / "metrics.jsonl", progress.step, progress.due is None, progress.logged
+        )
+        if session.log.missing:
+            progress.warn(session.log.missing)
+            session.display.say(f"note: {session.log.missing}")
     return session
 
 
@@ -153,6 +167,31 @@ def fall_back(session: Session, step: int) -> None:
         f"the fast path gave numbers that are not finite at step {step}: from there on the plain path is used"
     )
     session.display.say(f"note: {progress.warnings[-1]}")
+
+
+def _compare(progress: Progress, now: dict[str, str]) -> None:
+    """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
+    if progress.made_with and (changed := changes(progress.made_with, now)):
+        progress.warn(
+            f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
+            "from those of a run that was never stopped"
+        )
+    progress.made_with = now
+
+
+@contextlib.contextmanager
+def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Refuse a checkpoint that is whole, but of another version or model."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run ({why}); "
+            "--overwrite the run, or name another folder"
+        ) from None
 
 
 def _habits(config: RunConfig) -> Iterator[str]:

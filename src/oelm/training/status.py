@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import lock_file, read_json
+from oelm.atomic import lock_file, read_object
 from oelm.config import read_toml
 from oelm.errors import UserError
 
@@ -16,7 +16,7 @@ TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run: running, completed, interrupted, failed, or unfinished (killed: start it again)."""
+    """One run: running, completed, interrupted, failed, unfinished (killed: start it again) or unreadable."""
 
     folder: str
     status: str
@@ -59,36 +59,44 @@ def _half_copied(folder: Path, root: Path) -> bool:
 
 
 def run_status(folder: Path) -> RunStatus:
-    """The state of one run."""
+    """The state of one run; one damaged record must not hide the other runs."""
+    try:
+        return _run_status(folder)
+    except UserError as error:
+        why = str(error)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:  # of another kind
+        why = f"a record in {folder} is damaged ({type(error).__name__}: {error})"
+    return RunStatus(str(folder), "unreadable", "?", "?", 0, 0, 0, None, None, None, None, why)
+
+
+def _run_status(folder: Path) -> RunStatus:
     config = read_toml(folder / "config.toml")
     task = config.get("task", {})
-    try:
-        results = read_json(folder / "results.json") if (folder / "results.json").exists() else {}
-    except UserError as error:  # one damaged record must not hide the other runs
-        results = {"status": "unreadable", "reason": str(error)}
+    results = read_object(folder / "results.json") if (folder / "results.json").exists() else {}
     lines = tail(folder / "metrics.jsonl")
-    steps = [line for line in lines if line["kind"] == "train"]
-    evals = [line for line in lines if line["kind"] == "eval"]
+    steps = [line for line in lines if line["kind"] == "train" and {"step", "of", "loss"} <= line.keys()]
+    evals = [line for line in lines if line["kind"] == "eval" and isinstance(line.get("metrics"), dict)]
     last: dict[str, Any] = steps[-1] if steps else {"step": 0, "of": 0, "loss": None, "train_time_s": 0.0}
     running = is_locked(folder)
-    status = "running" if running else results.get("status", "unfinished")
+    status = "running" if running else str(results.get("status", "unfinished"))
     left = None
     if running and len(steps) > 1 and last["step"] > steps[0]["step"]:
         rate = (last["train_time_s"] - steps[0]["train_time_s"]) / (last["step"] - steps[0]["step"])
         left = max(0.0, rate) * (last["of"] - last["step"])
     best = (results.get("best") or (evals[-1] if evals else {})).get("metrics", {})
     metric = results.get("metric") or next((m for m in ("accuracy", "perplexity", "f1") if m in best), None)
+    score, loss = best.get(metric), last["loss"]
     return RunStatus(
         folder=str(folder),
         status=status,
-        task=results.get("task") or Path(str(task.get("name") or task.get("data"))).stem,
-        method=config.get("method", {}).get("name", "?"),
-        seed=config.get("training", {}).get("seed", 0),
+        task=str(results.get("task") or Path(str(task.get("name") or task.get("data"))).stem),
+        method=str(config.get("method", {}).get("name", "?")),
+        seed=int(config.get("training", {}).get("seed", 0)),
         step=int(results.get("steps", last["step"]) if not running else last["step"]),
         of=int(results.get("steps_planned", last["of"]) if not running else last["of"]),
-        loss=last["loss"],
+        loss=None if loss is None else float(loss),
         metric=metric,
-        best=best.get(metric),
+        best=None if score is None else float(score),
         left_s=left,
         reason=results.get("reason"),
     )
@@ -96,7 +104,7 @@ def run_status(folder: Path) -> RunStatus:
 
 def tail(path: Path) -> list[dict[str, Any]]:
     """The last lines of a metrics file; one that is being written is left out."""
-    if not path.exists():
+    if not path.is_file():
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
@@ -105,7 +113,7 @@ def tail(path: Path) -> list[dict[str, Any]]:
     for line in raw:
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the first may be cut by the seek, the last by the writer
     return [line for line in found if isinstance(line, dict) and "kind" in line]
 
@@ -118,7 +126,7 @@ def is_locked(folder: Path) -> bool:
         lock_file(folder / "lock").close()
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, UserError):
         return False
     return False
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from oelm.atomic import read_json
+from oelm.atomic import read_object
 from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
@@ -272,13 +272,19 @@ class Trained:
         """Check the saved model against the fingerprint taken before the run's first step."""
         if self.run is None:
             return audit(self.model)
-        recorded = read_json(self.run / "freeze_audit.json")["fingerprint"]
-        return audit(self.model, Fingerprint.from_dict(recorded))
+        path = self.run / "freeze_audit.json"
+        try:
+            recorded = Fingerprint.from_dict(read_object(path)["fingerprint"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path} is damaged: it holds no fingerprint to compare with") from None
+        return audit(self.model, recorded)
 
 
 def _no_model(run: Path, config: RunConfig) -> str:
     """Why a run's folder holds no model."""
-    results = read_json(run / "results.json") if (run / "results.json").exists() else {}
+    results = read_object(run / "results.json") if (run / "results.json").exists() else {}
     if results.get("status") != "completed":
         return "has not finished: it holds no model yet"
     if not config.training.test:

@@ -9,6 +9,7 @@ from oelm.study.analysis import analyse
 from oelm.study.comparison import Analysis
 from oelm.study.report.plain import as_plain
 from oelm.study.report.summary import summary
+from oelm.terminal import plain
 
 __all__ = ["Written", "as_plain", "summary", "write_report"]
 
@@ -38,8 +39,8 @@ def write_report(folder: Path, lang: str = "en") -> Written:
     written = Written(folder / f"{stem}.md", folder / f"{stem}.html", analysis)
     document = build(View(analysis, words), str(folder))
     try:
-        write_text(written.markdown, to_markdown(document, words, written.html.name))
-        write_text(written.html, to_html(document, words))
+        write_text(written.markdown, plain(to_markdown(document, words, written.html.name)))
+        write_text(written.html, plain(to_html(document, words)))
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
     return written

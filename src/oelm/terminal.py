@@ -1,0 +1,34 @@
+"""Everything that is printed goes through here: a label or a file's name must not steer the terminal."""
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters but tab and newline, marks that turn the direction of text, halves of surrogate pairs.
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Text with every character that could steer a terminal as `\\u001b`, which means the same in JSON."""
+    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def say(text: Any = "", err: bool = False) -> None:
+    """Print a line to standard output, or to standard error."""
+    print(plain(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def console(**options: Any) -> "Console":
+    """rich's Console, with the texts it is given made plain; its own colours and movements stay."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PlainConsole(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Any:
+            for segment in super().render(*args, **kwargs):
+                yield segment if segment.control else Segment(plain(segment.text), segment.style)
+
+    return PlainConsole(**options)
