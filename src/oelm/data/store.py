@@ -3,7 +3,7 @@
     store.json                what it is: task, kind, labels, tokenizer, counts, warnings, fingerprint
     tokenizer/                as transformers saves it
     <split>.tokens.npy        all texts end to end, two bytes a token where the vocabulary fits
-    <split>.<column>.npy      offsets, labels, ids, ... one value per item (or per token)
+    <split>.<column>.npy      offsets, labels, ids, groups, ... one value per item (or per token)
 
 Only json and numpy are needed to open one, and nothing is unpickled. Tokens are memory-mapped.
 """
@@ -17,7 +17,12 @@ import numpy as np
 
 from oelm.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_GROUPS = 1  # the format before: still read where a user names its folder
+NO_GROUPS = (
+    "the data was prepared by an earlier version, which did not note which items belong together; "
+    "prepare it again"
+)
 MANIFEST = "store.json"
 IGNORE = -100  # a label that torch's cross-entropy leaves out
 Array = np.ndarray
@@ -62,6 +67,11 @@ class Split:
     def ids(self) -> Array:
         """One number per item: its row in the source (rows of several sources are counted through)."""
         return np.array(self.column("ids"), dtype=np.int64)
+
+    @cached_property
+    def groups(self) -> Array | None:
+        """One number per item: items with the same number belong together. None in a store without them."""
+        return np.array(self.column("groups"), dtype=np.int64) if self.has("groups") else None
 
     @cached_property
     def second(self) -> Array | None:
@@ -145,7 +155,9 @@ def open_store(folder: str | Path) -> Store:
         raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
-    if meta.get("format") != FORMAT:
+    if meta.get("format") == WITHOUT_GROUPS:
+        meta["warnings"] = [*meta["warnings"], NO_GROUPS]
+    elif meta.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {meta.get('format')!r}, this version reads {FORMAT}; prepare the data again"
         )

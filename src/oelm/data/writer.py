@@ -126,7 +126,8 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
     it is on disk, so a store that can be seen is complete.
     """
-    final = root / "stores" / f"{name}-{fingerprint[:16]}"
+    # The format is part of the name: a version of the package finds only stores that it can read in full.
+    final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
     if (final / MANIFEST).is_file():  # no lock: a read-only cache can be used
         return open_store(final)
     try:
