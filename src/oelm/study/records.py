@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import json
 import math
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +18,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.training.folder import read_config
 from oelm.training.metrics import LOWER_IS_BETTER
+from oelm.training.predictions import read_predictions
 
 FILES = (
     "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",
@@ -132,12 +131,8 @@ class Record:
         return [entry for entry in found if isinstance(entry, dict) and entry.get("kind") == "eval"]
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What predictions.npz holds, where it is there and whole."""
-        try:
-            with np.load(self.folder / "predictions.npz", allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
-            return None
+        """What was recorded of every test item, where it is there and whole."""
+        return read_predictions(self.folder)
 
 
 def read_record(folder: Path) -> Record | None:

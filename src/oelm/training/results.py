@@ -23,7 +23,7 @@ from oelm.training.references import trivial_references
 if TYPE_CHECKING:
     from oelm.training.session import Session
 
-SCHEMA = 1  # of results.json
+SCHEMA = 3  # of a run's record; 3: test items have groups
 SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
