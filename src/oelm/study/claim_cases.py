@@ -38,7 +38,10 @@ def architecture(group: Group) -> str:
         return "gpt"
     for record in group.records:
         if (path := record.folder / "freeze_audit.json").exists():
-            seen = read_json(path)["fingerprint"]
+            audit = read_json(path)
+            if "tensors" in audit:  # a published record
+                return Counter[str](audit["tensors"]).most_common(1)[0][0]
+            seen = audit["fingerprint"]
             names = Counter(name.partition(".")[0] for name in (*seen["frozen"], *seen["trainable"]))
             return names.most_common(1)[0][0]
     return model_name(group).partition("-")[0]

@@ -16,6 +16,7 @@ from oelm.study.matrix import Cell, Matrix, Scores, unfold
 from oelm.study.records import FILES, Identity, Record, find_records, identify
 from oelm.training.folder import difference
 from oelm.training.metrics import LOWER_IS_BETTER
+from oelm.training.predictions import is_published, write_predictions
 from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
@@ -231,6 +232,8 @@ def _copy(record: Record, to: Path) -> bool:
     for name in FILES:
         if (record.folder / name).exists():
             shutil.copyfile(record.folder / name, beside / name)
+    if is_published(record.folder) and (arrays := record.predictions()) is not None:
+        write_predictions(beside, arrays)  # a part of them lies elsewhere
     shutil.rmtree(to, ignore_errors=True)
     beside.rename(to)
     return True

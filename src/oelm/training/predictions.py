@@ -19,6 +19,7 @@ from oelm.atomic import folder_name, replacing
 
 Array = np.ndarray
 FILE = "predictions.npz"
+WITH_GROUPS = 3  # the first version of records whose items have groups
 SHARED = ("ids", "groups", "labels", "tokens", "tags", "entities")  # the same in all runs of a task
 OWN = ("predictions", "scores", "exact_match", "f1", "right", "entities_predicted", "entities_right")
 DIGEST, WRONG = "shared", "wrong"  # entries of the published form only
@@ -130,6 +131,15 @@ def read_predictions(folder: Path) -> dict[str, Array] | None:
         return shared | arrays
     except UNREADABLE:
         return None
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a run's folder holds the published form, which is not whole without the shared file."""
+    try:
+        with np.load(folder / FILE, allow_pickle=False) as arrays:
+            return DIGEST in arrays.files
+    except UNREADABLE:
+        return False
 
 
 def _find_shared(folder: Path, digest: str) -> dict[str, Array] | None:

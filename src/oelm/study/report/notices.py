@@ -1,7 +1,7 @@
 """Everything a reader should know before believing the numbers: each thing once, the gravest first."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
+from oelm.training.predictions import WITH_GROUPS
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 MOST_RUNS = 12  # that are listed by name in one line
@@ -52,6 +53,10 @@ def notices(view: View) -> list[Notice]:
         if count := getattr(view.analysis, key):
             found.append(Notice("mixture", words(f"notice.{key}", count=count)))
     found += [Notice("mixture", words("notice.damaged", reason=reason)) for reason in view.analysis.damaged]
+    versions = Counter(int(record.results.get("schema", 1)) for record in view.analysis.records)
+    for version, count in sorted(versions.items()):
+        if version < WITH_GROUPS:
+            found.append(Notice("version", words("notice.no_groups", version=version, count=count)))
     for change in view.analysis.changes:
         said = words(
             "notice.change",
@@ -62,7 +67,18 @@ def notices(view: View) -> list[Notice]:
         )
         found.append(Notice("changed", said))
     found += [Notice("run", text) for text in _of_runs(view)]
-    order = ("void", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run")
+    order = (
+        "void",
+        "failed",
+        "changed",
+        "chance",
+        "trivial",
+        "rate",
+        "unfinished",
+        "mixture",
+        "version",
+        "run",
+    )
     return sorted(found, key=lambda notice: order.index(notice.kind))
 
 
