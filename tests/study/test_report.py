@@ -25,7 +25,7 @@ from oelm.study.records import find_records
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
-from oelm.study.report.notices import notices
+from oelm.study.report.notices import alert, notices
 from oelm.study.report.render import escape_markdown, to_html, to_markdown
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
@@ -383,6 +383,26 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     texts = [notice.text for notice in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
     assert any("1 copies" in text for text in texts) and any("passed over" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("lang", "said"),
+    [
+        ("en", "records of version 1 (runs: 9) have no groups of items: which test items belong together"),
+        ("zh", "版本 1 的记录（运行数：9）没有样本分组"),
+    ],
+)
+def test_what_records_of_an_earlier_version_lack_is_said_once(lang, said):
+    records = pairs(5.0)
+    records[1].results["schema"] = 1
+    records[2].results["schema"] = 3
+    view = View(analyse_records(records, None), Words(lang))
+    (notice,) = [notice for notice in notices(view) if notice.kind == "version"]
+    assert notice.text.startswith(said)
+    assert alert(view.words, [notice]) == ""  # no number depends on it
+    for record in records:
+        record.results["schema"] = 3
+    assert not [notice for notice in notices(view) if notice.kind == "version"]
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():

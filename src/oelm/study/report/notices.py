@@ -26,10 +26,14 @@ class Notice:
 
 
 def alert(words: Words, warned: list[Notice]) -> str:
-    """One line that says how many warnings there are; empty without any."""
-    if not warned:
+    """One line that says how many warnings there are; empty without any.
+
+    What records of an earlier version lack is told, but not counted: no number here depends on it.
+    """
+    count = len([notice for notice in warned if notice.kind != "version"])
+    if not count:
         return ""
-    return words("page.alert_one") if len(warned) == 1 else words("page.alert", count=len(warned))
+    return words("page.alert_one") if count == 1 else words("page.alert", count=count)
 
 
 def notices(view: View) -> list[Notice]:
