@@ -15,6 +15,7 @@ import pytest
 
 from oelm.atomic import folder_beside
 from oelm.data import load_file, manifest, open_store, prepare
+from oelm.data.manifest import FORMAT
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
 from tests.data.made import labelled
@@ -111,7 +112,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
         time.sleep(0.01)
     os.kill(victim.pid or 0, signal.SIGKILL)
     victim.join()
-    store = tmp_path / "stores" / ("x-" + "f" * 16)
+    store = tmp_path / "stores" / f"x-{'f' * 16}-{FORMAT}"
     assert not store.exists()
     _slow_make(str(tmp_path), str(log))
     assert sorted(path.name for path in store.parent.iterdir()) == [store.name, store.name + ".lock"]
@@ -189,7 +190,7 @@ def test_folders_that_are_no_store(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="has format 99, this version reads 1; prepare the data again"):
+    with pytest.raises(UserError, match="has format 99, this version reads 2; prepare the data again"):
         open_store(tmp_path)
 
 

@@ -25,7 +25,7 @@ from oelm.study.records import find_records
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
-from oelm.study.report.notices import notices
+from oelm.study.report.notices import alert, notices
 from oelm.study.report.render import escape_markdown, to_html, to_markdown
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
@@ -409,6 +409,26 @@ def test_one_incomplete_record_is_named_and_the_others_are_compared(tmp_path, ki
     assert len(found.damaged) == 1 and f"{victim} is not the record of a run: " in found.damaged[0]
     assert len(found.comparisons) == 1 and len(found.comparisons[0].seeds) == 4
     assert run_status(victim.parent).to_dict() and summary(found)
+
+
+@pytest.mark.parametrize(
+    ("lang", "said"),
+    [
+        ("en", "records of version 1 (runs: 9) have no groups of items: which test items belong together"),
+        ("zh", "版本 1 的记录（运行数：9）没有样本分组"),
+    ],
+)
+def test_what_records_of_an_earlier_version_lack_is_said_once(lang, said):
+    records = pairs(5.0)
+    records[1].results["schema"] = 1
+    records[2].results["schema"] = 3
+    view = View(analyse_records(records, None), Words(lang))
+    (notice,) = [notice for notice in notices(view) if notice.kind == "version"]
+    assert notice.text.startswith(said)
+    assert alert(view.words, [notice]) == ""  # no number depends on it
+    for record in records:
+        record.results["schema"] = 3
+    assert not [notice for notice in notices(view) if notice.kind == "version"]
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():

@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 
 from oelm.cli import app
 from oelm.errors import UserError
+from oelm.study.analysis import analyse
 from oelm.study.folder import StudyFolder
+from oelm.study.publish import publish
+from oelm.study.report import as_plain
 from tests.study.studies import (
     MATRIX,
     RECIPE,
@@ -149,6 +152,22 @@ def test_an_import_takes_regular_files_only(unbroken, data, tmp_path, monkeypatc
     assert "0 records imported" in found.output and "4 left out: damaged" in found.output
     assert "is a link, which is not followed" in found.output
     assert not [*(tmp_path / "s").rglob("results.json")]
+
+
+def test_published_records_give_the_same_report_and_come_in_whole(unbroken, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
+    publish(unbroken, tmp_path / "p")
+    assert as_plain(analyse(tmp_path / "p")) | {"title": ""} == as_plain(analyse(unbroken)) | {"title": ""}
+    words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "2", "--out", str(tmp_path / "s")]
+    done = CliRunner().invoke(app, [*words, "--import", str(tmp_path / "p")])
+    assert done.exit_code == 0, done.output
+    shutil.rmtree(tmp_path / "p")
+    whole = {record.folder.name: record.predictions() for record in StudyFolder(unbroken).records()[0]}
+    for record in StudyFolder(tmp_path / "s").records()[0]:
+        theirs, ours = whole[record.folder.name], record.predictions()
+        assert (ours is None) == (theirs is None) == record.choosing
+        for name in ("ids", "groups", "labels", "predictions") if ours and theirs else ():
+            assert ours[name].tolist() == theirs[name].tolist()
 
 
 def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypatch):

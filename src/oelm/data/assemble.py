@@ -193,6 +193,17 @@ class Windows:
         """How many tokens all windows together predict."""
         return min(len(self) * self.size, len(self.split.tokens) - 1)
 
+    def groups(self) -> Array | None:
+        """Per window the number of the document in which its first target lies; None in an older store.
+
+        Documents in which no window begins are not counted.
+        """
+        if not self.split.has("documents"):
+            return None
+        first = np.arange(len(self)) * self.size + 1
+        documents = np.searchsorted(self.split.column("documents"), first, side="right")
+        return np.unique(documents, return_inverse=True)[1]
+
     def batch(self, items: Array) -> WindowBatch:
         """The windows of a share."""
         places = np.asarray(items)[:, None] * self.size + np.arange(self.size + 1)

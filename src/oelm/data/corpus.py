@@ -67,6 +67,7 @@ class _Stream:
         self.pending: list[tuple[str, bool]] = []  # piece, and whether a document ends after it
         self.size = 0
         self.line = ""  # rows of a stream are joined before they are cut: they are not units of text
+        self.inside = False  # of a document: its first piece has been written, its last has not
         writer.append(bytes=0, tokens=self.boundary)
 
     def add(self, text: str) -> None:
@@ -89,14 +90,22 @@ class _Stream:
     def _write(self) -> None:
         size = sum(len(part.encode()) for part, _ in self.pending)
         arrays: list[np.ndarray] = []
+        starts: list[int] = []
+        place = self.writer.meta["tokens"]
         for ids, (_, ends) in zip(
             self.encoder.ids([part for part, _ in self.pending]), self.pending, strict=True
         ):
+            if not self.inside:
+                starts.append(place)
             arrays.append(np.array(ids, dtype=self.encoder.dtype))
             if ends:
                 arrays.append(self.boundary)
+            self.inside = not ends
+            place += len(ids) + ends
         if arrays:
-            self.writer.append(bytes=size, tokens=np.concatenate(arrays))
+            self.writer.append(
+                bytes=size, tokens=np.concatenate(arrays), documents=np.array(starts, np.int64)
+            )
         self.pending, self.size = [], 0
 
     def close(self) -> dict[str, Any]:
@@ -107,10 +116,11 @@ class _Stream:
 
 
 def write_corpus(dataset: Dataset, tokenizer: Any, folder: Path, show: bool) -> dict[str, Any]:
-    """One token file per split."""
+    """Columns: tokens, and documents (where in them each one starts; a stream of lines is one document)."""
     encoder = Encoder(tokenizer, max_length=1 << 30)
     boundary = boundary_id(tokenizer)
-    with split_writers(folder, {split: {"tokens": encoder.dtype} for split in SPLITS}) as writers:
+    dtypes = {"tokens": encoder.dtype, "documents": np.uint64}
+    with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
         streams = {
             split: _Stream(writer, encoder, boundary, dataset.separate) for split, writer in writers.items()
         }

@@ -21,9 +21,13 @@ from oelm.errors import UserError
 if TYPE_CHECKING:
     from oelm.data.store import Split, Store
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_GROUPS = 1  # the format before: still read where a user names its folder
 MANIFEST = "store.json"
 AGAIN = "prepare the data again"
+NO_GROUPS = (
+    f"the data was prepared by an earlier version, which did not note which items belong together; {AGAIN}"
+)
 NO_CHECKSUMS = (
     "the prepared dataset has no checksums, as an earlier version made it: a change of its files would not "
     f"be noticed; {AGAIN}"
@@ -54,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     meta = read_json(path)
     if not isinstance(meta, dict):
         raise UserError(f"{path} is damaged; {AGAIN}")
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in (FORMAT, WITHOUT_GROUPS):
         raise UserError(f"{folder} has format {meta.get('format')!r}, this version reads {FORMAT}; {AGAIN}")
     if "digest" in meta and meta["digest"] != _digest(meta):
         raise UserError(f"{path} was changed or damaged since the data was prepared; {AGAIN}")
@@ -62,6 +66,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {problem}; {AGAIN}")
     if "checksums" in meta:
         _verify(folder, meta["checksums"])
+    if meta["format"] == WITHOUT_GROUPS:
+        meta["warnings"] = [*meta["warnings"], NO_GROUPS]
     return meta
 
 

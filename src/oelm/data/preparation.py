@@ -90,7 +90,7 @@ def write_classified(
         for part, split, rows, ids, chunk in split_chunks(dataset, show):
             labels = part.labels[rows]
             counts[split] += np.bincount(labels, minlength=len(counts[split]))
-            columns: dict[str, Any] = {"labels": labels, "ids": ids}
+            columns: dict[str, Any] = {"labels": labels, "ids": ids, "groups": part.groups[rows]}
             if pairs:
                 tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
                 columns |= {"second": second} if encoder.typed else {}
@@ -108,7 +108,8 @@ def item_dtypes(encoder: Encoder, dataset: Dataset) -> dict[str, Any]:
     """The columns every set of items has."""
     small = np.uint8 if len(dataset.label_names) <= 1 << 8 else np.uint32
     labels = {"labels": small} if dataset.kind == CLASSIFICATION else {}
-    return {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32} | labels
+    counts = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+    return {"tokens": encoder.dtype, **counts, **labels}
 
 
 def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.ndarray, np.ndarray, Chunk]]:

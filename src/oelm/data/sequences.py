@@ -25,10 +25,11 @@ def write_sequences(
     targets = {"target_tokens": encoder.dtype, "target_offsets": np.uint64}
     dtypes = dict.fromkeys(SPLITS, item_dtypes(encoder, dataset) | targets)
     with split_writers(folder, dtypes) as writers, reference_files(folder, SPLITS[1:]) as references:
-        for _, split, _, ids, chunk in split_chunks(dataset, show):
+        for part, split, rows, ids, chunk in split_chunks(dataset, show):
             tokens, lengths, cut = encoder.texts(chunk["text"])
             size = sum(len(text.encode()) for text in chunk["text"])
-            writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, ids=ids)
+            items = {"ids": ids, "groups": part.groups[rows]}
+            writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **items)
             tokens, lengths, cut = writing.texts(chunk["target"])
             size = _kept_bytes(writing, chunk["target"], tokens, lengths)
             writers[split].append_targets(bytes=size, truncated=cut, tokens=tokens, lengths=lengths)

@@ -3,7 +3,7 @@
     store.json                what it is: task, kind, labels, tokenizer, counts, warnings, checksums
     tokenizer/                as transformers saves it
     <split>.tokens.npy        all texts end to end, two bytes a token where the vocabulary fits
-    <split>.<column>.npy      offsets, labels, ids, ... one value per item (or per token)
+    <split>.<column>.npy      offsets, labels, ids, groups, ... one value per item (or per token)
 
 Only json and numpy are needed to open one, and nothing is unpickled. Tokens are memory-mapped.
 """
@@ -60,6 +60,11 @@ class Split:
     def ids(self) -> Array:
         """One number per item: its row in the source (rows of several sources are counted through)."""
         return np.array(self.column("ids"), dtype=np.int64)
+
+    @cached_property
+    def groups(self) -> Array | None:
+        """One number per item: items with the same number belong together. None in a store without them."""
+        return np.array(self.column("groups"), dtype=np.int64) if self.has("groups") else None
 
     @cached_property
     def second(self) -> Array | None:

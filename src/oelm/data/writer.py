@@ -127,7 +127,8 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again,
     and one without checksums replaced.
     """
-    final = root / "stores" / f"{name}-{fingerprint[:16]}"
+    # The format is part of the name: a version of the package finds only stores that it can read in full.
+    final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
     found, problem = _look_up(final)  # no lock: a read-only cache can be used
     if found is not None and found.sealed:
         return found

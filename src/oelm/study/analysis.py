@@ -28,6 +28,7 @@ from oelm.study.folder import StudyFolder
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
 from oelm.study.matrix import Cell, Matrix, rate_means, unfold
 from oelm.study.records import Record, find_records
+from oelm.training.predictions import item_scores
 
 
 def analyse(folder: Path) -> Analysis:
@@ -251,19 +252,14 @@ def _by_item(
 
 
 def _item_scores(metric: str, records: list[Record]) -> np.ndarray | None:
-    """The score of every run and item, items in one order: right or wrong where there are classes."""
+    """The score of every run and item, items in one order; None where items do not count alike."""
     rows = []
     for record in records:
         arrays = record.predictions()
-        if arrays is None:
+        found = None if arrays is None else item_scores(metric, arrays)
+        if found is None or (found.weights != 1).any():
             return None
-        if metric in arrays:
-            scores = arrays[metric]
-        elif metric == "accuracy" and "predictions" in arrays and arrays["labels"].ndim == 1:
-            scores = arrays["predictions"] == arrays["labels"]
-        else:
-            return None
-        rows.append(scores[np.argsort(arrays["ids"], kind="stable")])
+        rows.append(found.scores)
     return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
 
 

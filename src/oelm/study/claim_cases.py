@@ -1,6 +1,5 @@
 """Which settings of the records a claim is judged on, and what was measured in each."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -36,9 +35,8 @@ def architecture(group: Group) -> str:
     if group.model in PRESETS:
         return "gpt"
     for record in group.records:
-        if record.parameter_names:
-            names = Counter(name.partition(".")[0] for name in record.parameter_names)
-            return names.most_common(1)[0][0]
+        if roots := record.parameter_roots:
+            return roots.most_common(1)[0][0]
     return model_name(group).partition("-")[0]
 
 

@@ -26,6 +26,7 @@ from oelm.study.matrix import Cell, Matrix, Scores, unfold
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
 from oelm.training.folder import difference
 from oelm.training.metrics import LOWER_IS_BETTER
+from oelm.training.predictions import is_published, write_predictions
 from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
@@ -256,6 +257,8 @@ class StudyFolder:
                 path = record.folder / file
                 if path.exists() or path.is_symlink():
                     copy_file(path, beside / file, LARGEST)
+            if is_published(record.folder) and (arrays := record.predictions()) is not None:
+                write_predictions(beside, arrays)  # a part of them lies elsewhere
             delete(to)
             beside.rename(to)
         return True

@@ -5,8 +5,7 @@ import hashlib
 import json
 import math
 import os
-import zipfile
-import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from oelm.method import Method
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.training.folder import read_config
 from oelm.training.metrics import LOWER_IS_BETTER
+from oelm.training.predictions import read_predictions
 
 FILES = (
     "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",
@@ -167,28 +167,23 @@ class Record:
         return None
 
     @cached_property
-    def parameter_names(self) -> list[str]:
-        """The names of the model's parameters, where freeze_audit.json holds them."""
-        with contextlib.suppress(UserError, KeyError, TypeError):
-            seen = read_object(self.folder / "freeze_audit.json")["fingerprint"]
-            return [str(name) for name in (*seen["frozen"], *seen["trainable"])]
-        return []
+    def parameter_roots(self) -> Counter[str]:
+        """How many parameters lie below each first name ("bert", "classifier"), by freeze_audit.json."""
+        with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
+            audit = read_object(self.folder / "freeze_audit.json")
+            if "tensors" in audit:  # a published record
+                return Counter({str(name): int(count) for name, count in audit["tensors"].items()})
+            seen = audit["fingerprint"]
+            return Counter(str(name).partition(".")[0] for name in (*seen["frozen"], *seen["trainable"]))
+        return Counter()
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What predictions.npz holds, where it is there and whole: one value of each kind per item."""
-        path = self.folder / "predictions.npz"
-        if not path.is_file():
-            return None
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError,
-                AttributeError, SyntaxError, zipfile.BadZipFile, zlib.error):  # fmt: skip
-            return None
-        return arrays if self._fit(arrays) else None
+        """What was recorded of every test item, where it is there and whole."""
+        arrays = read_predictions(self.folder)
+        return arrays if arrays is not None and self._fit(arrays) else None
 
     def _fit(self, arrays: dict[str, np.ndarray]) -> bool:
-        used = [name for name in ("ids", "labels", "predictions", self.metric) if name in arrays]
+        used = [name for name in ("ids", "groups", "labels", "predictions", self.metric) if name in arrays]
         if "ids" not in used or ("predictions" in used) != ("labels" in used):
             return False
         if any(arrays[name].ndim < 1 or arrays[name].dtype.kind not in "biuf" for name in used):

@@ -16,7 +16,6 @@ import numpy as np
 from accelerate import PartialState
 from torch import Tensor
 
-from oelm.atomic import replacing
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
@@ -31,6 +30,7 @@ from oelm.training.failure import failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
+from oelm.training.predictions import write_predictions
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, fall_back, start_session, stopping
 
@@ -367,8 +367,7 @@ def _finish(session: Session) -> dict[str, Any]:
     folder.write("timing_stats.json", results.timing(session.step_times, session.progress.eval_time_s))
     final = results.completed(session, tested.metrics if tested else None)
     if tested:
-        with replacing(folder.path / "predictions.npz") as file:
-            np.savez_compressed(file, **tested.arrays)  # type: ignore[arg-type]
+        write_predictions(folder.path, tested.arrays)
         results.save_model(session, final, weights)
     session.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
     folder.write("results.json", final)

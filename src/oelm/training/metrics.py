@@ -69,21 +69,37 @@ def tagging(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) 
     Entities are read as conlleval does: an I- that continues nothing of its type begins an entity. They
     count when type and extent are right, over all sequences together; no entities at all give 0.
     """
+    return tagging_totals(tagged_items(truth, predicted))
+
+
+def tagged_items(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
+    """Per sequence: `tags` and how many of them are `right`; and where all tags are O, B-* or I-*:
+    `entities`, `entities_predicted`, and how many of those are right (`entities_right`)."""
     _check_lengths(len(truth), len(predicted))
-    tokens = right = 0
     for number, (true, found) in enumerate(zip(truth, predicted, strict=True)):
         if len(true) != len(found):
             raise ValueError(f"sequence {number} has {len(true)} tags and {len(found)} predictions")
-        tokens += len(true)
-        right += sum(a == b for a, b in zip(true, found, strict=True))
-    scores = {"token_accuracy": _ratio(right, tokens)}
+    pairs = [*zip(truth, predicted, strict=True)]
+    counts = {
+        "tags": [len(true) for true in truth],
+        "right": [sum(a == b for a, b in zip(true, found, strict=True)) for true, found in pairs],
+    }
     tags = {tag for rows in (truth, predicted) for row in rows for tag in row}
-    if not all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags):
+    if all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags):
+        entities = [(_entities(true), _entities(found)) for true, found in pairs]
+        counts["entities"] = [len(here) for here, _ in entities]
+        counts["entities_predicted"] = [len(there) for _, there in entities]
+        counts["entities_right"] = [len(here & there) for here, there in entities]
+    return {name: np.array(values, dtype=np.int64) for name, values in counts.items()}
+
+
+def tagging_totals(items: dict[str, np.ndarray]) -> dict[str, float]:
+    """The metrics of `tagging` from the counts of `tagged_items`."""
+    total = {name: int(counts.sum()) for name, counts in items.items()}
+    scores = {"token_accuracy": _ratio(total["right"], total["tags"])}
+    if "entities" not in total:
         return scores
-    real = hits = claimed = 0
-    for true, found in zip(truth, predicted, strict=True):
-        here, there = _entities(true), _entities(found)
-        real, claimed, hits = real + len(here), claimed + len(there), hits + len(here & there)
+    real, claimed, hits = total["entities"], total["entities_predicted"], total["entities_right"]
     return scores | {
         "entity_precision": _ratio(hits, claimed),
         "entity_recall": _ratio(hits, real),
@@ -110,14 +126,24 @@ def question_answering(references: Sequence[Sequence[str]], predictions: Sequenc
 
     A question without references has the right answer "" (and only an empty answer matches an empty one).
     """
+    return means(answer_scores(references, predictions))
+
+
+def answer_scores(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, np.ndarray]:
+    """Per question: exact match (1 or 0) and F1, each for the best of its references."""
     _check_lengths(len(references), len(predictions))
-    exact = overlap = 0.0
+    exact, overlap = [], []
     for right, answer in zip(references, predictions, strict=True):
         said = _answer_words(answer)
         pairs = [(_answer_words(text), said) for text in right or [""]]
-        exact += max(expected == said for expected, said in pairs)
-        overlap += max(_word_f1(expected, said) for expected, said in pairs)
-    return {"exact_match": exact / len(predictions), "f1": overlap / len(predictions)}
+        exact.append(float(max(expected == said for expected, said in pairs)))
+        overlap.append(max(_word_f1(expected, said) for expected, said in pairs))
+    return {"exact_match": np.array(exact), "f1": np.array(overlap)}
+
+
+def means(items: dict[str, np.ndarray]) -> dict[str, float]:
+    """The mean of every array, added up in the order of the items."""
+    return {name: sum(values.tolist()) / len(values) for name, values in items.items()}
 
 
 def written_texts(references: Sequence[str], predictions: Sequence[str]) -> dict[str, np.ndarray]:

@@ -110,6 +110,10 @@ class Objective(ABC):
         batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
         return batch if self.segments else replace(batch, token_type_ids=None)
 
+    def groups(self, split: str) -> Array | None:
+        """One number per item: items with the same number belong together. None where nobody noted it."""
+        return self.store[split].groups
+
     def expect(self, split: str, items: Array) -> None:
         """Have the tokens of these items read from the disk before they are asked for."""
         offsets = self.store[split].offsets
@@ -213,6 +217,9 @@ class Language(Objective):
     def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
         return Plan(self.windows[split].lengths, batch_size, batch_tokens, seed)
 
+    def groups(self, split: str) -> Array | None:
+        return self.windows[split].groups()
+
     def batch(self, split: str, items: Array) -> Batch:
         batch = self.windows[split].batch(items)
         inputs = {"input_ids": batch.input_ids}
@@ -288,7 +295,8 @@ class Tagging(Objective):
         kept = arrays["labels"] != IGNORE
         truth = [names[row[keep]].tolist() for row, keep in zip(arrays["labels"], kept, strict=True)]
         guess = [names[row[keep]].tolist() for row, keep in zip(arrays["predictions"], kept, strict=True)]
-        return Measured({"loss": loss_sum / count, **metrics.tagging(truth, guess)}, arrays)
+        found = metrics.tagged_items(truth, guess)
+        return Measured({"loss": loss_sum / count, **metrics.tagging_totals(found)}, arrays | found)
 
 
 class Questions(Objective):
@@ -339,9 +347,10 @@ class Questions(Objective):
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
+        """The arrays have one entry per question from here on: of its window with the highest score."""
         part = self.store[split]
         references = read_references(part)
-        best: dict[int, int] = {}  # a question's window with the highest score
+        best: dict[int, int] = {}
         for row, question in enumerate(arrays["ids"].tolist()):
             if question not in best or arrays["scores"][row] > arrays["scores"][best[question]]:
                 best[question] = row
@@ -350,7 +359,10 @@ class Questions(Objective):
             item, start, end = (int(arrays[key][row]) for key in ("items", "starts", "ends"))
             answers.append(answer_text(part, item, start, end, references))
             right.append(references[question]["answers"])
-        return Measured({"loss": loss_sum / count, **metrics.question_answering(right, answers)}, arrays)
+        found = metrics.answer_scores(right, answers)
+        rows = [row for _, row in sorted(best.items())]
+        kept = {name: values[rows] for name, values in arrays.items()}
+        return Measured({"loss": loss_sum / count, **metrics.means(found)}, kept | found)
 
 
 def best_spans(

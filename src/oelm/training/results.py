@@ -24,7 +24,9 @@ from oelm.version import NUMERICS
 if TYPE_CHECKING:
     from oelm.training.session import Session
 
-SCHEMA = 2  # of results.json; 2: `failure` says of which kind the failure of a run is
+# Of a run's record. 2: `failure` says of which kind the failure of a run is; 3: test items have groups, and
+# `arithmetic` says how the run was computed.
+SCHEMA = 3
 SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 

@@ -1,7 +1,7 @@
 """Everything a reader should know before believing the numbers: each thing once, the gravest first."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
+from oelm.training.predictions import WITH_GROUPS
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 MOST_RUNS = 12  # that are listed by name in one line
@@ -25,10 +26,14 @@ class Notice:
 
 
 def alert(words: Words, warned: list[Notice]) -> str:
-    """One line that says how many warnings there are; empty without any."""
-    if not warned:
+    """One line that says how many warnings there are; empty without any.
+
+    What records of an earlier version lack is told, but not counted: no number here depends on it.
+    """
+    count = len([notice for notice in warned if notice.kind != "version"])
+    if not count:
         return ""
-    return words("page.alert_one") if len(warned) == 1 else words("page.alert", count=len(warned))
+    return words("page.alert_one") if count == 1 else words("page.alert", count=count)
 
 
 def notices(view: View) -> list[Notice]:
@@ -52,6 +57,10 @@ def notices(view: View) -> list[Notice]:
         if count := getattr(view.analysis, key):
             found.append(Notice("mixture", words(f"notice.{key}", count=count)))
     found += [Notice("mixture", words("notice.damaged", reason=reason)) for reason in view.analysis.damaged]
+    versions = Counter(int(record.results.get("schema", 1)) for record in view.analysis.records)
+    for version, count in sorted(versions.items()):
+        if version < WITH_GROUPS:
+            found.append(Notice("version", words("notice.no_groups", version=version, count=count)))
     for change in view.analysis.changes:
         said = words(
             "notice.change",
@@ -63,7 +72,7 @@ def notices(view: View) -> list[Notice]:
         found.append(Notice("changed", said))
     found += [Notice("run", text) for text in _of_runs(view)]
     first = ("void", "unevaluated", "failed", "changed", "chance", "trivial", "rate")
-    order = (*first, "unfinished", "mixture", "run")
+    order = (*first, "unfinished", "mixture", "version", "run")
     return sorted(found, key=lambda notice: order.index(notice.kind))
 
 

@@ -1,0 +1,182 @@
+"""The records of a study, or of a folder of runs, in a compact form: for a repository or a paper's appendix.
+
+A published folder is read like any other (`oelm report DIR`) and gives the same numbers. Evaluations,
+results, environments and times stay as they are. Paths of data and models are cut to their names, training
+curves are thinned, the audit is reduced to its counts, and of the predictions stays what the report needs;
+labels, ids and groups of the test items lie once in the folder and not in every run.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oelm.atomic import read_json, sync_folder, write_json, write_text
+from oelm.config import to_toml
+from oelm.errors import UserError
+from oelm.study.folder import StudyFolder
+from oelm.study.records import Record, find_records, read_record
+from oelm.training.predictions import publish_predictions
+
+CURVE = 50  # training lines kept of each run, evenly spread, the last one among them
+CURVE_KEYS = ("kind", "step", "loss", "lr", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was written: how many runs, and how large the folder is."""
+
+    folder: Path
+    runs: int
+    bytes: int
+    left_out: list[str]  # records that cannot be read, and why
+
+
+def publish(source: Path, folder: Path) -> Published:
+    """Write the records below `source` to a new folder, whole or not at all."""
+    if not source.is_dir():
+        raise UserError(
+            f"{source} is a file, not a folder" if source.exists() else f"{source}: no such folder"
+        )
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{folder} lies in {source}, whose report would count its runs twice; name another")
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name a new folder")
+    damaged: list[str] = []
+    study = StudyFolder(source) if (source / "study.toml").is_file() else None
+    records = study.records(damaged)[0] if study else list(find_records(source, damaged))
+    if not records:
+        why = f": {damaged[0]}" if damaged else ""
+        raise UserError(f"{source} holds no run that has ended{why}")
+    beside = folder.with_name(f".{folder.name}.part")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
+        beside.mkdir(parents=True)
+        _write(source, study, records, beside)
+        size = sum(path.stat().st_size for path in beside.rglob("*") if path.is_file())
+        beside.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return Published(folder, len(records), size, damaged)
+
+
+def _write(source: Path, study: StudyFolder | None, records: list[Record], to: Path) -> None:
+    settings: dict[str, str] = {}  # a record's setting -> the same with paths cut
+    keys = set()
+    for record in records:
+        folder = to / record.folder.relative_to(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_run(record, source, folder)
+        if (arrays := record.predictions()) is not None:
+            publish_predictions(folder, arrays, to, record.task)
+        cut = read_record(folder)
+        assert cut is not None
+        settings[record.identity.setting] = cut.identity.setting
+        keys.add(cut.identity.key)
+    if len(keys) < len({record.identity.key for record in records}):
+        raise UserError(
+            f"{source} holds runs that only the folder of their model tells apart, and a published record "
+            "names no folders; give the models different names, or publish the runs separately"
+        )
+    if study is not None:
+        values = _cut(study.read().to_dict())
+        if "per_task" in values:
+            values["per_task"] = {task: _cut(more) for task, more in values["per_task"].items()}
+        write_text(to / "study.toml", to_toml(values))
+        known = read_json(source / "study.json")
+        for name in ("made", "imported"):
+            if name in known:
+                known[name] = sorted({settings.get(key, key) for key in known[name]})
+        write_json(to / "study.json", _without(known, [str(source.resolve())]))
+
+
+def _write_run(record: Record, source: Path, to: Path) -> None:
+    """Everything of a run but its predictions."""
+    task, model = record.config.task, record.config.model
+    write_text(to / "config.toml", to_toml(_cut(record.config.to_dict())))
+    given = (source.resolve(), task.data, task.test_file, task.data_dir, task.tokenizer, model.name)
+    long = [str(path) for path in given if path is not None and Path(path).is_absolute()]
+    results = record.results | {"model": cut_path(str(record.results["model"]))}
+    write_json(to / "results.json", _without(results, long))
+    write_json(to / "environment.json", _without(record.environment, long))
+    if (path := record.folder / "timing_stats.json").exists():
+        write_json(to / path.name, read_json(path))
+    if (path := record.folder / "freeze_audit.json").exists():
+        write_json(to / path.name, _brief_audit(read_json(path)))
+    if (path := record.folder / "metrics.jsonl").exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        write_text(to / path.name, "".join(f"{json.dumps(line)}\n" for line in _thinned(lines)))
+
+
+def _cut(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the names of files and folders in place of their paths."""
+    found = {key: dict(table) if isinstance(table, dict) else table for key, table in values.items()}
+    task, model = found.get("task", {}), found.get("model", {})
+    task.pop("data_dir", None)
+    for name in {"data", "test_file"} & task.keys():
+        task[name] = Path(task[name]).name
+    for table, name in ((task, "tokenizer"), (model, "name")):
+        if name in table:
+            table[name] = cut_path(table[name])
+    return found
+
+
+def cut_path(name: str) -> str:
+    """The last part of a folder's path; a name, or a hub's `owner/model`, as it is."""
+    path = Path(name).expanduser()
+    local = path.is_absolute() or name.startswith(".") or path.exists()
+    return Path(os.path.abspath(path)).name if local else name
+
+
+def _without(value: Any, paths: Iterable[str]) -> Any:
+    """The value with paths in its texts (reasons, warnings) cut to their last part."""
+    if isinstance(value, dict):
+        return {key: _without(entry, paths) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without(entry, paths) for entry in value]
+    if isinstance(value, str):
+        for path in sorted(paths, key=len, reverse=True):  # one may lie in another
+            value = value.replace(path, Path(path).name)
+    return value
+
+
+def _brief_audit(audit: dict[str, Any]) -> dict[str, Any]:
+    """Counts in place of names and digests. A run writes its audit only when nothing frozen has moved."""
+    found = {"passed": True, **audit}
+    if "fingerprint" in audit:
+        seen = found.pop("fingerprint")
+        names = [*seen["frozen"], *seen["trainable"]]
+        found["tensors"] = dict(Counter(name.partition(".")[0] for name in names))
+    return found
+
+
+def _thinned(lines: list[str]) -> list[dict[str, Any]]:
+    """All evaluations, and at most CURVE of the training lines with what a curve is drawn from."""
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:  # a line that a crash cut short
+            continue
+    entries = [entry for entry in entries if isinstance(entry, dict)]
+    training = [place for place, entry in enumerate(entries) if entry.get("kind") == "train"]
+    step = -(-len(training) // CURVE) or 1
+    kept = {*training[::-1][::step]}
+    found = []
+    for place, entry in enumerate(entries):
+        if entry.get("kind") != "train":
+            found.append(entry)
+        elif place in kept:
+            found.append({key: _rounded(entry[key]) for key in CURVE_KEYS if key in entry})
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,177 @@
+"""predictions.npz: what a run said about every test item, in a local and in a published form.
+
+In a run's folder the file holds all arrays of an evaluation, one entry per item: `ids`, `groups` (items with
+the same number belong together), and what its kind of task has of `labels`, `predictions`, `scores`, counts
+and item scores. The published form keeps what a report is computed from; what all runs of a task share lies
+once in a file of its own, `items-<task>-<digest>.npz`, beside or above the runs.
+"""
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from oelm.atomic import folder_name, replacing
+
+Array = np.ndarray
+FILE = "predictions.npz"
+WITH_GROUPS = 3  # the first version of records whose items have groups
+SHARED = ("ids", "groups", "labels", "tokens", "tags", "entities")  # the same in all runs of a task
+OWN = ("predictions", "scores", "exact_match", "f1", "right", "entities_predicted", "entities_right")
+DIGEST, WRONG = "shared", "wrong"  # entries of the published form only
+UNREADABLE = (
+    OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, AttributeError, SyntaxError,
+    TypeError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+class ItemScores(NamedTuple):
+    """Scores of all items in the order of their ids: a metric is sum(scores) / sum(weights), a perplexity
+    the exponential of that. `groups` is None for records that have none."""
+
+    scores: Array  # (N,) float64
+    weights: Array  # (N,) float64: 1, or how many tokens, tags or entities an item counts for
+    groups: Array | None  # (N,)
+    ids: Array  # (N,)
+
+
+def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
+    """The metric item by item; None for one that is no sum over items (macro F1), or was not recorded.
+
+    Classes: right or wrong. Questions and written texts: exact match or F1. Tags: right ones, of so many;
+    `entity_f1`: twice the right entities, of those there and those predicted. Perplexity and loss: nats, of
+    so many tokens; an item is a window or a target.
+    """
+    found: tuple[Array, Array | None] | None = None
+    if metric in arrays:
+        found = arrays[metric], None
+    elif metric == "accuracy" and _has(arrays, "predictions", "labels"):
+        found = arrays["predictions"] == arrays["labels"], None
+    elif metric == "token_accuracy" and _has(arrays, "right", "tags"):
+        found = arrays["right"], arrays["tags"]
+    elif metric == "entity_f1" and _has(arrays, "entities_right", "entities", "entities_predicted"):
+        claimed = arrays["entities_predicted"].astype(np.float64)
+        found = 2.0 * arrays["entities_right"], arrays["entities"] + claimed
+    elif metric in ("perplexity", "loss") and _has(arrays, "scores", "tokens"):
+        found = arrays["scores"], arrays["tokens"]
+    if found is None:
+        return None
+    scores, weights = found
+    order = np.argsort(arrays["ids"], kind="stable")
+    weights = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    groups = arrays["groups"][order] if "groups" in arrays else None
+    return ItemScores(scores[order].astype(np.float64), weights, groups, arrays["ids"][order])
+
+
+def _has(arrays: Mapping[str, Array], *names: str) -> bool:
+    return all(name in arrays and arrays[name].ndim == 1 for name in names)
+
+
+def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays in the smallest types: whole numbers exactly, others as float32, class probabilities (two
+    axes) as float16."""
+    return {name: _smallest(values) for name, values in arrays.items()}
+
+
+def _smallest(values: Array) -> Array:
+    if values.dtype.kind == "f":
+        if values.ndim > 1 or not np.isin(values, (0, 1)).all():
+            return values.astype(np.float16 if values.ndim > 1 else np.float32)
+        values = values.astype(np.uint8)  # right or wrong
+    if values.dtype.kind not in "iu" or not values.size:
+        return values
+    low, high = int(values.min()), int(values.max())
+    kinds = (np.uint8, np.uint16, np.uint32, np.uint64) if low >= 0 else (np.int8, np.int16, np.int32)
+    fits = (kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return values.astype(next(fits, values.dtype))
+
+
+def write_predictions(folder: Path, arrays: Mapping[str, Array]) -> None:
+    """Write an evaluation's arrays into a run's folder."""
+    _write(folder / FILE, compact(arrays))
+
+
+def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, task: str) -> None:
+    """Write the published form into a run's folder below `root`, and what runs share once into `root`.
+
+    Texts, class probabilities and places in a text are left out. Classes are written as label XOR
+    prediction: mostly zeros, which compress.
+    """
+    arrays = compact(arrays)
+    shared = {name: arrays[name] for name in SHARED if _numbers(arrays, name)}
+    own = {name: arrays[name] for name in OWN if _numbers(arrays, name)}
+    if "scores" in own and "tokens" not in shared:
+        del own["scores"]  # of an answer's place: no nats
+    if "predictions" in own and "labels" in shared:
+        own[WRONG] = _smallest(np.bitwise_xor(own.pop("predictions"), shared["labels"]))
+    digest = _digest(shared)
+    path = root / f"items-{folder_name(task, 60)}-{digest[:12]}.npz"
+    if not path.exists():
+        _write(path, shared)
+    _write(folder / FILE, own | {DIGEST: np.frombuffer(bytes.fromhex(digest), dtype=np.uint8)})
+
+
+def _numbers(arrays: Mapping[str, Array], name: str) -> bool:
+    return name in arrays and arrays[name].ndim == 1 and arrays[name].dtype.kind in "iuf"
+
+
+def read_predictions(folder: Path) -> dict[str, Array] | None:
+    """The arrays of a run's folder, in whichever form they are; None where they are not there or damaged."""
+    try:
+        arrays = _read(folder / FILE)
+        if DIGEST not in arrays:
+            return arrays
+        digest = arrays.pop(DIGEST).tobytes().hex()
+        shared = _find_shared(folder, digest)
+        if shared is None:
+            return None
+        if WRONG in arrays:
+            arrays["predictions"] = np.bitwise_xor(arrays.pop(WRONG), shared["labels"])
+        return shared | arrays
+    except UNREADABLE:
+        return None
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a run's folder holds the published form, which is not whole without the shared file."""
+    try:
+        return DIGEST in _read(folder / FILE)
+    except UNREADABLE:
+        return False
+
+
+def _find_shared(folder: Path, digest: str) -> dict[str, Array] | None:
+    """The shared arrays of this digest, from the nearest folder above that has them."""
+    folder = folder.resolve()
+    for place in (folder, *folder.parents):
+        for path in place.glob(f"items-*-{digest[:12]}.npz"):
+            if path.is_symlink():  # it may have come with somebody else's records
+                continue
+            shared = _read(path)
+            return shared if _digest(shared) == digest else None
+    return None
+
+
+def _digest(arrays: Mapping[str, Array]) -> str:
+    """Of what the arrays hold, not of how a file packs it."""
+    found = hashlib.sha256()
+    for name, values in sorted(arrays.items()):
+        found.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        found.update(np.ascontiguousarray(values).tobytes())
+    return found.hexdigest()
+
+
+def _write(path: Path, arrays: Mapping[str, Array]) -> None:
+    with replacing(path) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+
+def _read(path: Path) -> dict[str, Array]:
+    if not path.is_file():  # a pipe would wait for ever
+        raise FileNotFoundError(path)
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
