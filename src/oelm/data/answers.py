@@ -36,7 +36,7 @@ def write_questions(
             given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
             answers = [_answers(part, row, context, right) for row, context, right in given]
             found = windows(encoder, chunk["question"], chunk["context"], ids, answers)
-            found["groups"] = part.groups[rows][np.searchsorted(ids, found["ids"])]
+            found["groups"] = part.numbers[rows][np.searchsorted(ids, found["ids"])]
             if split in references:
                 _write_references(references[split], ids, chunk, answers)
             else:

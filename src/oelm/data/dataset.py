@@ -29,8 +29,8 @@ class Part:
     keys: Array = field(
         default_factory=lambda: np.zeros(0, dtype=np.uint64)
     )  # one per row: equal = duplicate
-    # Equal = the same first text, never parted by a hold-out in groups; from `finish` on, numbers in a split.
-    groups: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    groups: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))  # equal = never parted
+    numbers: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the groups in a split
     labels: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     split: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int8))  # index into SPLITS, or DROPPED
     values: list[Any] = field(default_factory=list)  # labels as the source has them, until they are numbers
@@ -241,14 +241,14 @@ def _number_groups(parts: list[Part]) -> None:
     """Number the groups of each split 0, 1, ... in the order in which they first appear."""
     codes = np.concatenate([part.split for part in parts])
     groups = np.concatenate([part.groups for part in parts])
-    numbers = np.zeros(len(groups), dtype=np.uint64)
+    numbers = np.zeros(len(groups), dtype=np.int64)
     for code in range(len(SPLITS)):
         rows = codes == code
         _, first, inverse = np.unique(groups[rows], return_index=True, return_inverse=True)
-        place = np.empty(len(first), dtype=np.uint64)
-        place[np.argsort(first)] = np.arange(len(first), dtype=np.uint64)
+        place = np.empty(len(first), dtype=np.int64)
+        place[np.argsort(first)] = np.arange(len(first))
         numbers[rows] = place[inverse]
     start = 0
     for part in parts:
-        part.groups = numbers[start : start + len(part.groups)]
+        part.numbers = numbers[start : start + len(part.groups)]
         start += len(part.groups)

@@ -90,7 +90,7 @@ def write_classified(
         for part, split, rows, ids, chunk in split_chunks(dataset, show):
             labels = part.labels[rows]
             counts[split] += np.bincount(labels, minlength=len(counts[split]))
-            columns: dict[str, Any] = {"labels": labels, "ids": ids, "groups": part.groups[rows]}
+            columns: dict[str, Any] = {"labels": labels, "ids": ids, "groups": part.numbers[rows]}
             if pairs:
                 tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
                 columns |= {"second": second} if encoder.typed else {}

@@ -28,7 +28,7 @@ def write_sequences(
         for part, split, rows, ids, chunk in split_chunks(dataset, show):
             tokens, lengths, cut = encoder.texts(chunk["text"])
             size = sum(len(text.encode()) for text in chunk["text"])
-            items = {"ids": ids, "groups": part.groups[rows]}
+            items = {"ids": ids, "groups": part.numbers[rows]}
             writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **items)
             tokens, lengths, cut = writing.texts(chunk["target"])
             size = _kept_bytes(writing, chunk["target"], tokens, lengths)

@@ -42,7 +42,7 @@ def write_tagged(
                 lengths=lengths,
                 tags=flat,
                 ids=ids,
-                groups=part.groups[rows],
+                groups=part.numbers[rows],
                 words=np.array([len(words) for words in chunk["tokens"]]),
             )
         return {
