@@ -167,7 +167,7 @@ class Record:
         if not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:  # np.load leaves it open
                 arrays = {name: file[name] for name in file.files}
         except (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError,
                 AttributeError, SyntaxError, zipfile.BadZipFile, zlib.error):  # fmt: skip
