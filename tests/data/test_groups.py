@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data import Split, Store, Windows, load_file, load_task, open_store, prepare
-from oelm.data.manifest import FORMAT, NO_GROUPS
+from oelm.data.manifest import FORMAT, NO_CHECKSUMS, NO_GROUPS
 from tests.data.made import labelled, parquet, sentence, write_csv
 
 
@@ -105,6 +105,8 @@ def _as_before(store: Store) -> Path:
     for name, split in meta["splits"].items():
         split["columns"].remove("groups")
         (store.folder / f"{name}.groups.npy").unlink()
+    for key in ("checksums", "digest"):
+        del meta[key]
     path.write_text(json.dumps(meta))
     return store.folder
 
@@ -113,7 +115,7 @@ def test_a_store_of_the_format_before_is_read_and_says_what_it_lacks(tmp_path: P
     data = load_file(labelled(tmp_path / "x.csv"), text="body", label="topic")
     new = prepare(data, tokenizer="train:300", cache=tmp_path / "other")
     old = open_store(_as_before(prepare(data, tokenizer="train:300")))
-    assert old["test"].groups is None and old.warnings == [*new.warnings, NO_GROUPS]
+    assert old["test"].groups is None and old.warnings == [*new.warnings, NO_GROUPS, NO_CHECKSUMS]
     assert old["test"].labels.tolist() == new["test"].labels.tolist()
     assert old.fingerprint == new.fingerprint  # the data is the same: records of both compare
 

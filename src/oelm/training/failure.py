@@ -1,11 +1,20 @@
-"""Of which kind an exception is that ended a run: see OUTCOMES and FAULTS in `oelm.errors`."""
+"""What ended a run: of which kind it is (see OUTCOMES and FAULTS in `oelm.errors`), and how to say it."""
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from oelm.atomic import is_out_of_memory
-from oelm.errors import RunError, UserError
+from oelm.errors import AuditError, Interrupted, RunError, UserError
+from oelm.training.checkpoint import Checkpoints
+from oelm.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from oelm.training.session import Session
+
+LOWER = "try a lower learning rate"
 
 
 def failure_kind(error: BaseException) -> str:
@@ -25,3 +34,32 @@ def failure_kind(error: BaseException) -> str:
     if isinstance(error, dist.DistError):
         return "process"
     return "software"
+
+
+def explained(session: "Session | None", folder: RunFolder, error: BaseException) -> BaseException:
+    """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
+    if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
+        return error
+    kind = failure_kind(error)
+    last = Checkpoints(folder.path / "checkpoints", keep=1).last() or "none"
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if kind == "disk":
+        reason = f"the run's files could not be written or read ({text}); the last good checkpoint is {last}"
+        return RunError(reason, kind, "mend it and start again to resume")
+    if kind in ("memory", "gpu_memory"):
+        reason = f"there is not enough memory ({text}); the last good checkpoint is {last}"
+        return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
+    if kind == "software" and session is not None and (name := _spoilt(session)):
+        # Not every metric can be computed from what such a model answers.
+        reason = f"{name} is not finite after step {session.progress.step} ({type(error).__name__}: {text})"
+        return RunError(f"{reason}; the last good checkpoint is {last}", "diverged", LOWER)
+    return error
+
+
+def _spoilt(session: "Session") -> str | None:
+    """A trained weight that is not finite, as far as this process has its weights."""
+    for name, weight in session.raw.named_parameters():
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        if weight.requires_grad and not part.isfinite().all():
+            return name
+    return None

@@ -19,14 +19,14 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.errors import AuditError, Interrupted, RunError
+from oelm.errors import Interrupted, RunError
 from oelm.kernels.plain import plain_path
 from oelm.training import parallel, results
 from oelm.training.build import build_model, default_model
-from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, full_state, restore
+from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
-from oelm.training.failure import failure_kind
+from oelm.training.failure import LOWER, explained, failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.live_rows import put_back
 from oelm.training.objective import Measured, make_objective
@@ -34,7 +34,6 @@ from oelm.training.predictions import write_predictions
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, fall_back, start_session, stopping
 
-LOWER = "try a lower learning rate"
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
 
@@ -93,7 +92,7 @@ def _train(
             raise Interrupted(stop.reason or "another process was told to stop")
         return _finish(session)
     except BaseException as error:
-        failure = _failure(session, folder, error)
+        failure = explained(session, folder, error)
         _record(session, folder, failure)
         if failure is error:
             raise
@@ -372,35 +371,6 @@ def _finish(session: Session) -> dict[str, Any]:
     session.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
     folder.write("results.json", final)
     return final
-
-
-def _failure(session: Session | None, folder: RunFolder, error: BaseException) -> BaseException:
-    """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
-    if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
-        return error
-    kind = failure_kind(error)
-    last = Checkpoints(folder.path / "checkpoints", keep=1).last() or "none"
-    text = str(error).partition("\n")[0] or type(error).__name__
-    if kind == "disk":
-        reason = f"the run's files could not be written or read ({text}); the last good checkpoint is {last}"
-        return RunError(reason, kind, "mend it and start again to resume")
-    if kind in ("memory", "gpu_memory"):
-        reason = f"there is not enough memory ({text}); the last good checkpoint is {last}"
-        return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
-    if kind == "software" and session is not None and (name := _spoilt(session)):
-        # Not every metric can be computed from what such a model answers.
-        reason = f"{name} is not finite after step {session.progress.step} ({type(error).__name__}: {text})"
-        return RunError(f"{reason}; the last good checkpoint is {last}", "diverged", LOWER)
-    return error
-
-
-def _spoilt(session: Session) -> str | None:
-    """A trained weight that is not finite, as far as this process has its weights."""
-    for name, weight in session.raw.named_parameters():
-        part = weight.to_local() if hasattr(weight, "to_local") else weight
-        if weight.requires_grad and not part.isfinite().all():
-            return name
-    return None
 
 
 def _record(session: Session | None, folder: RunFolder, error: BaseException) -> None:

@@ -173,5 +173,5 @@ def _write(path: Path, arrays: Mapping[str, Array]) -> None:
 def _read(path: Path) -> dict[str, Array]:
     if not path.is_file():  # a pipe would wait for ever
         raise FileNotFoundError(path)
-    with np.load(path, allow_pickle=False) as arrays:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:  # np.load leaves it open
         return {name: arrays[name] for name in arrays.files}
