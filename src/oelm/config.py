@@ -159,6 +159,16 @@ class TrainingConfig:
 
 
 @dataclass
+class ArmConfig:
+    """Which arm of a study a run belongs to, where that is more than its method."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    name: str | None = None  # None: the method's
+    differs_in: list[str] = field(default_factory=list)  # keys such as training.warmup, of all arms together
+
+
+@dataclass
 class RunConfig:
     """One run. `experiment` is the ID of the published experiment it repeats, if any."""
 
@@ -169,14 +179,19 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    arm: ArmConfig = field(default_factory=ArmConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        return _without_none(asdict(self))
+        values = _without_none(asdict(self))
+        if self.arm == ArmConfig():
+            del values["arm"]
+        return values
 
     def identity(self, files: bool = True) -> dict[str, Any]:
         """What decides the result: where data lies and how often it is logged or saved does not. Nor do the
         names of a user's `files`, where it is known that they hold the same."""
         values = self.to_dict()
+        values.pop("arm", None)
         for name in () if files else ("data", "test_file"):
             values["task"].pop(name, None)
         for section, names in INCIDENTAL.items():

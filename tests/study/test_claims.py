@@ -147,6 +147,8 @@ def with_problem(code: str) -> Analysis:
         records += [run("baseline", 6, 0.8)]
     if code == "other_rates":
         records = [run(r.method, r.seed, r.test, lr=1e-3 if r.method == "oelm" else 3e-4) for r in records]
+    if code == "other_arithmetic":
+        records[0].results["arithmetic"] = {"device": "NVIDIA H200"}
     if code == "unevaluated":
         tried = trials({"baseline": {1: 3e-4}, "oelm": {1: 3e-4}})
         return analyse_records([*records, *tried[:-1]], rates_study(1))

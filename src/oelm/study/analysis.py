@@ -72,6 +72,7 @@ def analyse_records(
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for record in reversed(unique.values()):
         by_setting[record.identity.setting].append(record)
+    by_setting = {setting: _one_path(runs) for setting, runs in by_setting.items()}
     groups = [_group(setting, runs, study) for setting, runs in by_setting.items()]
     groups.sort(key=lambda group: (group.task, group.model, group.setting))
     margin = study.table.margin if study else 1.0
@@ -128,6 +129,14 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
         arms=arms,
         matrix=matrix,
     )
+
+
+def _one_path(records: list[Record]) -> list[Record]:
+    """Without the runs by the fast path of seeds for which it gave out in one arm: the study has made all
+    of that seed's runs again by the plain path, so that pairs have the same arithmetic."""
+    again = {(r.seed, r.choosing) for r in records if r.fell_back}
+    kept = [r for r in records if (r.seed, r.choosing) not in again or not r.config.training.fast]
+    return kept or records
 
 
 def _matrix(records: Iterable[Record], study: Study) -> Matrix:
@@ -205,7 +214,11 @@ def _compare(group: Group, method: str, margin: float, study: Study | None) -> C
 
 
 def pair_runs(arm: Arm, reference: Arm) -> list[tuple[Record, Record]]:
-    """The measured runs of two arms that share a seed, in the order of the seeds."""
+    """The measured runs of two arms that share a seed and their arithmetic, in the order of the seeds."""
+    return [(a, b) for a, b in _same_seed(arm, reference) if a.arithmetic == b.arithmetic]
+
+
+def _same_seed(arm: Arm, reference: Arm) -> list[tuple[Record, Record]]:
     ours = {r.seed: r for r in arm.records}
     theirs = {r.seed: r for r in reference.records}
     return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
@@ -226,8 +239,10 @@ def _problems(arm: Arm, reference: Arm, pairs: int, study: Study | None) -> Iter
     ]  # fmt: skip
     if measured_failures:
         yield "failed"
-    elif pairs < wanted:
+    elif len(_same_seed(arm, reference)) < wanted:
         yield "unfinished"
+    if pairs < len(_same_seed(arm, reference)):
+        yield "other_arithmetic"
     if pairs < FEWEST_SEEDS:
         yield "few_seeds"
     if not (arm.chosen and reference.chosen) and (arm.lr is None or arm.lr != reference.lr):

@@ -217,6 +217,8 @@ PROBLEMS = {
     "other_rates": "the arms were measured at different learning rates that were not chosen on validation",
     "unequal_trials": "the arms had different numbers of trials to choose their rate from",
     "at_chance": "a run stayed at chance level",
+    "other_arithmetic": "runs of one seed were computed in different ways (numerics version, fast or plain "
+    "path, kind of device, precision)",
     "unevaluated": "not every learning rate of the grid was evaluated",
     "failed": "measured runs failed",
     "unfinished": "measured runs are missing",

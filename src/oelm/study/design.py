@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from oelm.config import FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
+from oelm.config import FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml, update
 from oelm.errors import UserError
 from oelm.method import Method
 
@@ -58,6 +58,24 @@ class StudyConfig:
 INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run")
 
 
+# What the arms of a study may differ in besides their method; the data is the same for all.
+ARM_TABLES = ("training", "model")
+SET_BY_STUDY = ("training.lr", "training.seed", "training.test")
+
+
+@dataclass(frozen=True)
+class StudyArm:
+    """One of the methods that a study compares, perhaps with settings of its own."""
+
+    method: dict[str, Any]  # its [method] table
+    label: str  # what the method is called
+    settings: dict[str, dict[str, Any]]  # table -> keys, such as {"training": {"warmup": 0}}
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{table}.{key}" for table, values in self.settings.items() for key in values]
+
+
 @dataclass(frozen=True)
 class Study:
     """A comparison: `table` says what, `base` is the run configuration everything shares, `per_task` what
@@ -69,21 +87,41 @@ class Study:
     title: str = ""
 
     @cached_property
-    def methods(self) -> dict[str, dict[str, Any]]:
-        """A method's name in tables -> its `[method]` table."""
-        found: dict[str, dict[str, Any]] = {}
+    def arms(self) -> dict[str, StudyArm]:
+        """An arm's name in tables -> what it is. An entry of `study.methods` is a method's name, or a table
+        of its fields, of `arm` (a name) and of `training` and `model` keys that this arm has otherwise."""
+        found: dict[str, StudyArm] = {}
         for entry in self.table.methods:
-            values = {"name": entry} if isinstance(entry, str) else dict(entry)
+            values: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
+            settings = {table: dict(values.pop(table)) for table in ARM_TABLES if table in values}
+            name = values.pop("arm", None)
             label = Method.from_dict(values).name
-            if label in found:
-                raise UserError(f"study.methods names {label} twice")
-            found[label] = values
+            arm = StudyArm(values, label, settings)
+            if settings and name is None:
+                raise UserError(f"study.methods: {label} with {arm.keys[0]} needs a name: arm = ...")
+            for key in set(arm.keys) & set(SET_BY_STUDY):
+                raise UserError(f"study.methods: {key} of {name} is set by the study; leave it out")
+            if (name := str(name or label)) in found:
+                raise UserError(f"study.methods names {name} twice")
+            found[name] = arm
         return found
+
+    @property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """An arm's name in tables -> its `[method]` table."""
+        return {name: arm.method for name, arm in self.arms.items()}
+
+    @property
+    def differs_in(self) -> list[str]:
+        """The keys, besides the method's, in which the arms differ."""
+        return sorted({key for arm in self.arms.values() for key in arm.keys})
 
     @property
     def reference(self) -> str:
         if self.table.reference is None:
             return next(iter(self.methods))
+        if self.table.reference in self.arms:
+            return self.table.reference
         label = Method.from_dict({"name": self.table.reference}).name
         if label not in self.methods:
             raise UserError(f"study.reference {label!r} is not among the methods: {', '.join(self.methods)}")
@@ -140,6 +178,8 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     study = Study(table, base, per_task, title)
     for task in study.tasks:  # checked before anything is spent
         config = study.task_config(task)
+        for name, arm in study.arms.items():
+            make_config(update(config.to_dict(), deepcopy(arm.settings)), f"{where}: study.methods, {name}")
         if config.training.choose_on == "test" and len(table.lrs) > 1:
             raise UserError(
                 f"{where}: training.choose_on = 'test' repeats a published habit at one rate; "

@@ -19,7 +19,7 @@ from oelm.atomic import (
     write_json,
     write_text,
 )
-from oelm.config import MethodConfig, RunConfig, read_toml
+from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, rebuild_config, update
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
@@ -45,15 +45,29 @@ class Setting:
     precision: str
     scores: Scores = field(default_factory=dict)  # on validation
     tests: dict[Cell, float] = field(default_factory=dict)
+    # (seed, whether it serves a choice) whose runs take the plain path in every arm: in one of them the fast
+    # path gave out, and pairs have the same arithmetic.
+    plain: set[tuple[int, bool]] = field(default_factory=set)
 
     @property
     def task(self) -> str:
         return self.store.task
 
     def run_config(self, cell: Cell) -> RunConfig:
-        method = MethodConfig(**self.study.methods[cell.method])
-        training = replace(self.config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
-        return replace(self.config, method=method, training=training)
+        entry, settings = self.study.arms[cell.method], self.study.differs_in
+        config = rebuild_config(update(self.config.to_dict(), entry.settings))
+        training = replace(config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
+        if (cell.seed, cell.choosing) in self.plain:
+            training = replace(training, fast=False)
+        arm = ArmConfig(cell.method if cell.method != entry.label else None, settings)
+        return replace(config, method=MethodConfig(**entry.method), training=training, arm=arm)
+
+    def take_plain_path(self, cell: Cell) -> None:
+        """Have all runs of a cell's seed made by the plain path; those by the fast one no longer count."""
+        self.plain.add((cell.seed, cell.choosing))
+        for known in (self.scores, self.tests):
+            for other in [c for c in known if (c.seed, c.choosing) == (cell.seed, cell.choosing)]:
+                del known[other]
 
     def identity(self, cell: Cell) -> Identity:
         return identify(self.run_config(cell), self.store.fingerprint, self.precision, NUMERICS)

@@ -41,19 +41,20 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
     """A run's identity: its resolved configuration, the data's fingerprint and the numerics version.
 
     Where the data lay and under which name it was asked for does not matter: the fingerprint is of the
-    texts, splits and tokens themselves.
+    texts, splits and tokens themselves. `own` is what runs of one setting may differ in: method, rate, seed,
+    the path by which a seed was computed, and the keys in which the arms of a study differ.
     """
     values = config.identity()
     training = values["training"] | {"precision": precision}
     own = {key: training.pop(key, None) for key in ("lr", "seed", "test")}
     own["method"] = Method.from_dict(config.method.overrides()).to_dict()
-    shared = {
-        "max_length": config.task.max_length,
-        "model": values["model"],
-        "training": training,
-        "data": data,
-        "numerics": numerics,
-    }
+    if "fast" in training:
+        own["fast"] = training.pop("fast")
+    tables = {"model": values["model"], "training": training}
+    for key in config.arm.differs_in:
+        table, _, name = key.partition(".")
+        own[key] = tables[table].pop(name, None)
+    shared = {"max_length": config.task.max_length, **tables, "data": data, "numerics": numerics}
     return Identity(_digest(shared), _digest(shared | own))
 
 
@@ -77,7 +78,24 @@ class Record:
 
     @property
     def method(self) -> str:
-        return Method.from_dict(self.config.method.overrides()).name
+        """The name of the run's arm: its method, unless a study named it otherwise."""
+        return self.config.arm.name or Method.from_dict(self.config.method.overrides()).name
+
+    @property
+    def arithmetic(self) -> dict[str, Any]:
+        """What two runs must share to be a pair. Records before version 3 do not say all of it."""
+        known = {
+            "numerics": self.environment.get("numerics"),
+            "path": "fast" if self.config.training.fast else "plain",
+            "device": self.environment.get("gpu") or self.environment.get("device"),
+            "precision": self.results.get("precision"),
+        }
+        return known | self.results.get("arithmetic", {})
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the run left the fast path on its way: then it is no pair to any other."""
+        return self.arithmetic.get("plain_from") is not None
 
     @property
     def lr(self) -> float:

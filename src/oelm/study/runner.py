@@ -189,6 +189,13 @@ class Runner:
             return False
         if record is None or not record.evaluated:
             return False
+        if record.completed and record.fell_back:
+            setting.take_plain_path(cell)
+            self.progress.news.append(
+                f"{Run(setting, cell, folder).name}: the fast path gave out at step "
+                f"{record.arithmetic['plain_from']}; all runs of this seed are made by the plain path"
+            )
+            return False
         setting.scores[cell] = record.validation
         if not record.completed:
             self.progress.failed[Run(setting, cell, folder).name] = str(record.results.get("reason", ""))

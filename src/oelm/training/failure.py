@@ -49,6 +49,8 @@ def explained(session: "Session | None", folder: RunFolder, error: BaseException
     if kind in ("memory", "gpu_memory"):
         reason = f"there is not enough memory ({text}); the last good checkpoint is {last}"
         return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
+    if kind == "software" and torch.are_deterministic_algorithms_enabled() and "deterministic" in text:
+        return RunError(text, kind, "set training.deterministic=false to go on without the same bits")
     if kind == "software" and session is not None and (name := _spoilt(session)):
         # Not every metric can be computed from what such a model answers.
         reason = f"{name} is not finite after step {session.progress.step} ({type(error).__name__}: {text})"

@@ -1,0 +1,138 @@
+"""Two runs are a pair only if they were computed in the same way; arms may differ in more than a method."""
+
+import json
+import shutil
+
+import pytest
+
+from oelm.config import make_config, read_toml, rebuild_config
+from oelm.errors import UserError
+from oelm.study.analysis import analyse, analyse_records
+from oelm.study.design import make_study
+from oelm.study.records import identify
+from tests.study.claim_records import pairs, run
+from tests.study.studies import make_file
+from tests.study.studies import run as study
+
+SAME = {"numerics": 3, "path": "fast", "plain_from": None, "deterministic": True, "device": "cpu"}
+
+
+def with_arithmetic(**change):
+    """Five pairs, of which one run was computed otherwise."""
+    records = pairs(7, results={"arithmetic": SAME})
+    records[0].results["arithmetic"] = SAME | change
+    return records
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numerics": 2},
+        {"path": "plain"},
+        {"deterministic": False},
+        {"device": "NVIDIA H200"},
+        {"precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_runs_of_one_seed_that_were_computed_differently_are_no_pair(change):
+    (found,) = analyse_records(with_arithmetic(**change), None).comparisons
+    assert found.seeds == (2, 3, 4, 5) and "other_arithmetic" in found.problems and found.verdict == "void"
+    (found,) = analyse_records(with_arithmetic(), None).comparisons
+    assert found.seeds == (1, 2, 3, 4, 5) and found.verdict == "better"
+
+
+def test_old_records_that_do_not_say_how_they_were_computed_still_pair():
+    (found,) = analyse_records(pairs(7), None).comparisons
+    assert len(found.seeds) == 5 and not found.problems
+
+
+def test_a_seed_whose_fast_path_gave_out_is_compared_on_the_plain_path():
+    """Its runs by the fast path are left out in every arm, those by the plain path are the pair."""
+    records = with_arithmetic(plain_from=7)
+    (found,) = analyse_records(records, None).comparisons
+    assert found.seeds == (2, 3, 4, 5) and "few_seeds" in found.problems  # until it is made again
+    plain = {"arithmetic": SAME | {"path": "plain"}}
+    again = [run(m, 1, v, results=plain, fast=False) for m, v in (("oelm", 0.875), ("baseline", 0.8))]
+    (found,) = analyse_records([*records, *again], None).comparisons
+    assert found.seeds == (1, 2, 3, 4, 5) and not found.problems
+    assert found.differences[0] == pytest.approx(7.5)
+
+
+def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
+    data, out = make_file(tmp_path), tmp_path / "s"
+    more = ("--seeds", "2", "--lrs", "1e-3")
+    code, text = study(data, out, *more)
+    assert code == 0, text
+    before = {path.parent for path in out.rglob("results.json")}
+    assert len(before) == 4
+    victim = next(path for path in out.rglob("results.json") if "/oelm/" in str(path) and "-s2-" in str(path))
+    results = json.loads(victim.read_text())
+    results["arithmetic"]["plain_from"] = 5
+    victim.write_text(json.dumps(results))
+    code, text = study(data, out, *more)
+    assert code == 0, text
+    assert "oelm lr 0.001 seed 2: the fast path gave out at step 5" in text
+    new = {path.parent for path in out.rglob("results.json")} - before
+    assert sorted(folder.parent.name for folder in new) == ["baseline", "oelm"]
+    for folder in new:
+        config = rebuild_config(read_toml(folder / "config.toml"))
+        assert config.training.fast is False and config.training.seed == 2
+        assert json.loads((folder / "results.json").read_text())["arithmetic"]["path"] == "plain"
+    (comparison,) = analyse(out).comparisons
+    used = {r.folder for arm in (comparison.arm, comparison.reference) for r in arm.records}
+    assert new <= used and victim.parent not in used and comparison.seeds == (1, 2)
+    shutil.rmtree(out)
+
+
+def test_the_path_is_part_of_a_runs_identity_and_not_of_its_setting():
+    fast, plain = (make_config({"training": {"fast": value}}) for value in (True, False))
+    one, other = (identify(config, "data", "fp32", 3) for config in (fast, plain))
+    assert one.setting == other.setting and one.key != other.key
+    strict, loose = (make_config({"training": {"deterministic": value}}) for value in (True, False))
+    assert identify(strict, "data", "fp32", 3).setting != identify(loose, "data", "fp32", 3).setting
+
+
+ARMS = {
+    "study": {
+        "methods": ["baseline", {"name": "baseline", "arm": "no warm-up", "training": {"warmup": 0}},
+                    {"name": "oelm", "arm": "wet", "model": {"dropout": 0.1}}],
+        "lrs": [1e-3],
+    },
+    "task": {"data": "d.csv"}, "model": {"name": "gpt-tiny"}, "training": {"warmup": 100},
+}  # fmt: skip
+
+
+def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
+    from oelm.data import open_store
+    from oelm.study.folder import Setting
+    from oelm.study.matrix import Cell
+    from tests.training.runs import make_store
+
+    made = make_study(ARMS)
+    assert list(made.methods) == ["baseline", "no warm-up", "wet"] and made.reference == "baseline"
+    assert make_study(made.to_dict()).to_dict() == made.to_dict()
+    setting = Setting(made, made.task_config(None), open_store(make_store(tmp_path)), "fp32")
+    cells = [Cell(name, 1e-3, 1, False) for name in made.methods]
+    configs = [setting.run_config(cell) for cell in cells]
+    assert [c.training.warmup for c in configs] == [100, 0, 100]
+    assert [c.model.dropout for c in configs] == [None, None, 0.1]
+    assert all(c.arm.differs_in == ["model.dropout", "training.warmup"] for c in configs)
+    assert [c.arm.name for c in configs] == [None, "no warm-up", "wet"]
+    identities = [setting.identity(cell) for cell in cells]
+    assert len({i.setting for i in identities}) == 1 and len({i.key for i in identities}) == 3
+    assert rebuild_config(configs[1].to_dict()) == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("arm", "says"),
+    [
+        ({"name": "oelm", "training": {"warmup": 0}}, "needs a name: arm = "),
+        ({"name": "oelm", "arm": "x", "training": {"lr": 1e-3}}, "training.lr of x is set by the study"),
+        ({"name": "oelm", "arm": "x", "training": {"warm": 0}}, "unknown key 'training.warm'"),
+        ({"name": "oelm", "arm": "baseline"}, "names baseline twice"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_refused(arm, says):
+    with pytest.raises(UserError, match=says):
+        make_study({**ARMS, "study": {"methods": ["baseline", arm], "lrs": [1e-3]}})
