@@ -109,6 +109,7 @@ def write_store(folder: Path, kind: str, longest: int, splits: dict[str, dict[st
         "format": 1, "fingerprint": f"guard-{folder.name}", "task": folder.name, "kind": kind,
         "metric": "perplexity" if kind == "lm" else "accuracy", "max_length": longest, "warnings": [],
         "label_names": [] if kind == "lm" else ["a", "b", "c"], "pairs": False, "splits": about,
+        "dropped": {}, "duplicates": {},
         "tokenizer": {"name": "made", "vocab_size": WORDS, "pad_id": END},
     }  # fmt: skip
     (folder / "store.json").write_text(json.dumps(store))
@@ -225,7 +226,7 @@ def digest(run: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     weights = load_file(run / "model" / "model.safetensors")
     with np.load(run / "predictions.npz") as arrays:
-        predictions = {name: _hash(arrays[name]) for name in arrays.files}
+        predictions = {name: _hash(_narrow(arrays[name])) for name in arrays.files}
     return {
         "steps": {
             str(line["step"]): {key: line[key] for key in ("loss", "grad_norm", "lr")}
@@ -244,6 +245,11 @@ def _bytes(tensor: Any) -> np.ndarray:
     import torch
 
     return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """In one type, whichever a version stores: the smallest that any did, for numbers that are not whole."""
+    return values.astype(np.float16 if values.dtype.kind == "f" else np.int64)
 
 
 def _hash(array: np.ndarray) -> str:

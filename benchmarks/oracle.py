@@ -240,6 +240,7 @@ def made_store(folder: Path, tokens: int, vocabulary: int) -> Store:
     names = {"vocab_size": len(tokenizer), "pad_id": tokenizer.pad_token_id, "name": f"train:{vocabulary}"}
     manifest = {"format": 1, "fingerprint": "made-up", "task": "made-up text", "kind": "lm"}
     manifest |= {"metric": "perplexity", "label_names": [], "max_length": 512, "warnings": []}
+    manifest |= {"pairs": False, "dropped": {}, "duplicates": {}}
     write_json(folder / "store.json", manifest | {"tokenizer": names, "splits": splits})
     return open_store(folder)
 

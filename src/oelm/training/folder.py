@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from oelm.atomic import check_name, delete, lock_file, read_file, read_object, write_json, write_text
-from oelm.config import RunConfig, make_config, read_toml, rebuild_config, to_toml
+from oelm.config import LATER, RunConfig, make_config, read_toml, rebuild_config, to_toml
 from oelm.errors import FolderInUse, UserError
 from oelm.version import NUMERICS, __version__
 
@@ -200,7 +200,8 @@ def read_config(folder: Path, follow: bool = True) -> RunConfig:
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first key in which two configurations differ, in words."""
-    old, new = _flat(there), _flat(here)
+    left_out = _flat(LATER)  # by an identity, where a key has its default
+    old, new = left_out | _flat(there), left_out | _flat(here)
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
             return f"{key} is {old.get(key)} there, {new.get(key)} here"
