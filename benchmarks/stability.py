@@ -104,6 +104,40 @@ def main() -> None:
     report(rows, asked.json)
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The record's table."""
+    columns = (
+        "lr",
+        "seed",
+        "fall-back",
+        "status",
+        "plain from",
+        "loss deviation",
+        "norm deviation",
+        "test",
+        "digest",
+    )
+    lines = [
+        f"`{record['command']}`: whole runs, 3 epochs each. *Plain from* is the step from which a run took",
+        "the plain path. Deviations are the largest of loss and gradient norm between the fast path and the",
+        "plain one. *Test* is the accuracy in %. Equal digests are equal predictions, bit for bit.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for row in record["runs"]:
+        start = f"| {row['lr']:g} | {row['seed']} | {'allowed' if row['fallback'] else 'forbidden'} "
+        if row["status"] != "completed":
+            lines.append(f"{start}| {row['status']}: {row['reason']} | | | | | |")
+            continue
+        apart = row["watch"]["largest_deviation"]
+        lines.append(
+            f"{start}| {row['status']} | {row['plain_from'] or 'never'} | {apart['loss']:.2g} | "
+            f"{apart['grad_norm']:.2g} | {100 * row['test']:.2f} | `{row['scores_sha256']}` |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def report(rows: list[dict[str, Any]], path: Path | None) -> None:
     environments = {json.dumps(row.pop("environment", None), sort_keys=True) for row in rows}
     if path:
@@ -113,6 +147,7 @@ def report(rows: list[dict[str, Any]], path: Path | None) -> None:
             "runs": rows,
         }
         path.write_text(json.dumps(record, indent=1) + "\n")
+        path.with_suffix(".md").write_text(markdown(record))
     titles = ("lr", "seed", "fall-back", "status", "plain from", "checks", "loss, norm deviation", "test")
     print("{:>8} {:>4} {:>9} {:>10} {:>10} {:>6} {:>20} {:>8}".format(*titles))
     for row in rows:

@@ -242,7 +242,7 @@ def test_everything_asked_for_is_on_the_page(page):
     for words in ("p, Holm", "p, equivalence", "±1", "95 % over items", "p, McNemar", "within 1 of the best",
                   "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
                   "baseline, published", "IMDB-oelm: one run, other recipe, rate 0.001, best on test",
-                  "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "20.8 ms"):  # fmt: skip
+                  "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("svg") == page.tags.count("desc") == 4  # forest, rates, curves, expected best
 
