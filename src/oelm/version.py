@@ -2,6 +2,6 @@
 
 __version__ = "0.1.0"
 
-# Of what a run computes: raised by hand whenever the same configuration no longer gives the same losses
-# (tests/study/test_numerics.py notices). Runs of different numbers are never compared.
+# Of what a run computes: raised by hand whenever the same configuration no longer gives the same bits
+# (tests/test_guard.py notices). Runs of different numbers are never compared.
 NUMERICS = 3

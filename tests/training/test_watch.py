@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from oelm.errors import Interrupted, RunError
 from oelm.kernels.plain import kernels_allowed
-from oelm.training import loop, watch
+from oelm.training import loop, stepper, watch
 from tests.training.runs import Machine, outcome
 
 Train = Callable[..., dict[str, Any]]
@@ -103,6 +103,17 @@ def test_the_fast_path_is_compared_at_the_first_step_and_now_and_then(
     assert all(value <= 1e-5 for value in found["largest_deviation"].values())
     state = tmp_path / "run/checkpoints/step-00000030/state.json"
     assert json.loads(state.read_text())["watch"]["checks"] == 4  # so that resuming counts on
+
+
+def test_a_run_does_not_fail_for_want_of_memory_to_be_watched(
+    machine: Machine, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for the plain path")
+
+    monkeypatch.setattr(stepper, "yardstick", no_memory)
+    found = train_here(machine.config(steps=6), tmp_path / "run")["watch"]
+    assert found == {"checks": 0, "skipped": 1, "largest_deviation": {}}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

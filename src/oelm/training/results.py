@@ -163,10 +163,22 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "texts_per_s": round(texts, 2),
         "peak_memory_bytes": peak_memory(session.state.device),
         "data_fingerprint": session.store.fingerprint,
+        "arm": config.arm.name or report.method,
+        "differs_in": _settings(config),
         "arithmetic": arithmetic(session),
-        "watch": {"checks": progress.watch.checks, "largest_deviation": progress.watch.largest},
+        "watch": {
+            "checks": progress.watch.checks,
+            "skipped": progress.watch.skipped,
+            "largest_deviation": progress.watch.largest,
+        },
         "paths": asdict(session.paths) | _unrecorded(session),
     }
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The keys, besides the method's, in which the arms of its study differ, with this run's values."""
+    return {key: getattr(getattr(config, table), name) for key in config.arm.differs_in
+            for table, _, name in [key.partition(".")]}  # fmt: skip
 
 
 def arithmetic(session: "Session") -> dict[str, Any]:

@@ -70,7 +70,12 @@ class Stepper:
         """The same, compared with the plain path where that is due."""
         if not can_watch(self) or not self.watch.due(number):
             return self.take_step(number, batches, k)
-        right = yardstick(self, batches, k)  # before the weights move
+        try:
+            right = yardstick(self, batches, k)  # before the weights move
+        except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
+            torch.cuda.empty_cache()
+            self.watch.skipped += 1
+            return self.take_step(number, batches, k)
         found = numbers(self, batches, k, plain=False) if has_dropout(self.raw) else None
         loss, norm, tokens = self.take_step(number, batches, k)
         found = found or {"loss": float(loss), "grad_norm": float(norm)}
