@@ -173,7 +173,7 @@ def test_no_memory_is_a_fault_with_its_own_advice(data, tmp_path):
         limiter.join()
     assert study.text.count("out of memory; fewer runs side by side from now on") == 1
     last = study.lines[-1]
-    assert "out of memory (" in last and "training.accumulate" in last
+    assert "there is not enough memory (" in last and "training.accumulate" in last
     assert last.endswith("start again to go on") and "learning rate" not in last
     found = [json.loads(path.read_text()) for path in out.rglob("results.json")]
     assert all(results["failure"] == {"kind": "memory"} for results in found)

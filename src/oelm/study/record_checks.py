@@ -34,6 +34,10 @@ def results_problem(results: Any, tested: bool) -> str | None:
     for name in NUMBERS:
         if name in results and not is_number(results[name]):
             return f"{name} is not a number"
+    if not is_number(results.get("schema", 1)):
+        return "schema is not a number"
+    if problem := _arithmetic_problem(results.get("arithmetic", {})):
+        return f"arithmetic {problem}"
     for name, kind in (("references", dict), ("warnings", list), ("parameters", dict)):
         if not isinstance(results.get(name) or kind(), kind):
             return f"{name} is not of its kind"
@@ -46,6 +50,18 @@ def results_problem(results: Any, tested: bool) -> str | None:
     for name, splits in (results.get("references") or {}).items():
         if not isinstance(splits, dict) or not all(map(_are_metrics, splits.values())):
             return f"references.{name} is not measured"
+    return None
+
+
+def _arithmetic_problem(found: Any) -> str | None:
+    if not isinstance(found, dict):
+        return "is not an object"
+    for name in ("path", "device", "precision"):
+        if not isinstance(found.get(name, ""), str):
+            return f"does not name its {name}"
+    for name in ("numerics", "plain_from"):
+        if found.get(name) is not None and not is_number(found[name]):
+            return f"has a {name} that is not a number"
     return None
 
 
