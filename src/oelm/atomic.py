@@ -63,9 +63,9 @@ def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
 def check_regular(path: Path, found: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         what = "a link, which is not followed" if stat.S_ISLNK(found.st_mode) else "not a regular file"
-        raise UserError(f"{path} is {what}; delete it")
+        raise UserError(f"{path} is {what}; only regular files are read")
     if found.st_size > most:
-        raise UserError(f"{path} has {found.st_size:,} bytes, and such a file at most {most:,}; delete it")
+        raise UserError(f"{path} has {found.st_size:,} bytes, and such a file at most {most:,}")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class TrainingConfig:
                 "training.early_stopping needs a best evaluation, which choose_on = 'last' ignores"
             )
         if self.steps is None and self.epochs is None:
-            self.epochs = 3
+            self.epochs = 3.0
         if self.batch_size is None and self.batch_tokens is None:
             self.batch_size = 16
         for name in (
@@ -300,12 +300,16 @@ def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
         raise UserError(f"{path} is not a TOML file: {error}") from None
 
 
+# Two ways to say how long, and how large a batch: of each pair a run has one.
+ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
+
+
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` overridden by `over`, in place.
 
     The two ways to say how long and how large a batch exclude each other: naming one drops the other.
     """
-    for one, other in (("steps", "epochs"), ("batch_size", "batch_tokens")):
+    for one, other in ALTERNATIVES:
         for given, replaced in ((one, other), (other, one)):
             training = over.get("training", {})
             if given in training and replaced not in training:

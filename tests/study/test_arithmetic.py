@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -9,9 +11,11 @@ from oelm.config import make_config, read_toml, rebuild_config
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.design import make_study
+from oelm.study.publish import publish
 from oelm.study.records import identify
-from tests.study.claim_records import pairs, run
-from tests.study.studies import make_file
+from oelm.study.report import as_plain
+from tests.study.claim_records import pairs, rates_study, run, trials
+from tests.study.studies import environment, make_file
 from tests.study.studies import run as study
 
 SAME = {"numerics": 3, "path": "fast", "plain_from": None, "deterministic": True, "device": "cpu"}
@@ -57,6 +61,72 @@ def test_a_seed_whose_fast_path_gave_out_is_compared_on_the_plain_path():
     (found,) = analyse_records([*records, *again], None).comparisons
     assert found.seeds == (1, 2, 3, 4, 5) and not found.problems
     assert found.differences[0] == pytest.approx(7.5)
+
+
+def test_a_trial_that_diverged_by_both_paths_is_a_result_like_any_other():
+    """It rules its rate out for its method, and does not touch the other trials of its seed."""
+    tried = trials({"baseline": {1: 3e-4}, "oelm": {1: 3e-4}})
+    bad = next(r for r in tried if r.method == "oelm" and r.lr == 3e-3)
+    bad.results.update(status="failed", failure={"kind": "diverged"}, best=None)
+    bad.results["arithmetic"] = SAME | {"plain_from": 2}
+    (found,) = analyse_records([*pairs(7), *tried], rates_study(1)).comparisons
+    assert not found.problems and found.verdict == "better"
+    assert found.arm.rates[3e-3] is None and not found.arm.unevaluated and not found.reference.unevaluated
+
+
+def test_arms_that_compute_the_same_stay_apart():
+    """A study of a method against itself shows how much noise there is."""
+    one, other = pairs(0.1), pairs(0.1)
+    for record in other:
+        record.config.arm.name = f"{record.method} again"
+    analysis = analyse_records([*one, *other], None)
+    assert sorted(analysis.groups[0].arms) == ["baseline", "baseline again", "oelm", "oelm again"]
+    assert analysis.copies == 0
+
+
+def test_an_arm_that_is_added_later_reuses_what_is_done(tmp_path):
+    data, out = make_file(tmp_path), tmp_path / "s"
+    text = f"""
+[study]
+methods = ["baseline", {{name = "baseline", arm = "cold", training = {{warmup = 0}}}}]
+lrs = [1e-3]
+seeds = 2
+[task]
+data = "{data}"
+text = "body"
+label = "topic"
+tokenizer = "train:300"
+max_length = 32
+[model]
+name = "gpt-tiny"
+[training]
+steps = 12
+batch_size = 8
+"""
+    file = tmp_path / "s.toml"
+    file.write_text(text)
+    command = [sys.executable, "-m", "oelm", "study", str(file), "--out", str(out)]
+    options = {"env": environment(tmp_path / "cache"), "capture_output": True, "text": True}
+    first = subprocess.run(command, **options)
+    assert first.returncode == 0, first.stderr
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("results.json")}
+    assert len(times) == 4
+    more = ', {name = "oelm", arm = "tight", training = {clip = 0.5, batch_tokens = 256}}]'
+    file.write_text(text.replace("}}]\n", "}}" + more + "\n", 1))
+    second = subprocess.run(command, **options)
+    assert second.returncode == 0, second.stderr
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+    assert len(list(out.rglob("results.json"))) == 6
+    (group,) = analyse(out).groups
+    assert {name: len(arm.records) for name, arm in group.arms.items()} == {
+        "baseline": 2,
+        "cold": 2,
+        "tight": 2,
+    }
+    results = json.loads(next(out.rglob("tight/*/results.json")).read_text())
+    assert results["arm"] == "tight" and results["differs_in"]["training.clip"] == 0.5
+    publish(out, tmp_path / "p")
+    assert as_plain(analyse(tmp_path / "p")) | {"title": ""} == as_plain(analyse(out)) | {"title": ""}
 
 
 def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
@@ -128,7 +198,15 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
     ("arm", "says"),
     [
         ({"name": "oelm", "training": {"warmup": 0}}, "needs a name: arm = "),
-        ({"name": "oelm", "arm": "x", "training": {"lr": 1e-3}}, "training.lr of x is set by the study"),
+        (
+            {"name": "oelm", "arm": "x", "training": {"lr": 1e-3}},
+            "training.lr of x must be the same for all arms",
+        ),
+        ({"name": "oelm", "arm": "x", "model": {"name": "gpt-small"}}, "model.name of x must be the same"),
+        ({"name": "oelm", "arm": "x", "training": {"precision": "bf16"}}, "training.precision of x must be"),
+        ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, not 5"),
+        ({"name": "oelm", "arm": ["x"]}, "arm must be a name"),
+        ({"arm": "x", "training": {"warmup": 0}}, "needs the name of a method"),
         ({"name": "oelm", "arm": "x", "training": {"warm": 0}}, "unknown key 'training.warm'"),
         ({"name": "oelm", "arm": "baseline"}, "names baseline twice"),
     ],
@@ -136,3 +214,9 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
 def test_an_arm_that_cannot_be_is_refused(arm, says):
     with pytest.raises(UserError, match=says):
         make_study({**ARMS, "study": {"methods": ["baseline", arm], "lrs": [1e-3]}})
+
+
+def test_no_arm_chooses_on_test_from_several_rates():
+    arm = {"name": "oelm", "arm": "x", "training": {"choose_on": "test"}}
+    with pytest.raises(UserError, match=r"several study\.lrs are chosen on validation"):
+        make_study({**ARMS, "study": {"methods": ["baseline", arm], "lrs": [1e-3, 3e-3]}})

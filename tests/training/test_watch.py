@@ -94,7 +94,7 @@ def test_fall_back_can_be_forbidden(
 def test_the_fast_path_is_compared_at_the_first_step_and_now_and_then(
     machine: Machine, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float
 ) -> None:
-    monkeypatch.setattr(watch, "EARLY", 4)
+    monkeypatch.setattr(watch, "EARLY", (4,))
     monkeypatch.setattr(watch, "EVERY", 10)
     config = machine.config()
     config.write_text(config.read_text().replace("dropout = 0.1", f"dropout = {dropout}"))
@@ -113,7 +113,7 @@ def test_a_run_does_not_fail_for_want_of_memory_to_be_watched(
 
     monkeypatch.setattr(stepper, "yardstick", no_memory)
     found = train_here(machine.config(steps=6), tmp_path / "run")["watch"]
-    assert found == {"checks": 0, "skipped": 1, "largest_deviation": {}}
+    assert found == {"checks": 0, "skipped": 1, "why_not": None, "largest_deviation": {}}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -134,6 +134,20 @@ def test_a_fast_path_that_computes_something_else_ends_the_run(
     config.write_text(config.read_text().replace("dropout = 0.1", f"dropout = {dropout}"))
     with pytest.raises(RunError, match=r"step 1: \w+ is .* by the fast path, .* by the plain path and"):
         train_here(config, tmp_path / "run")
+
+
+def test_a_run_that_is_not_watched_says_why(machine: Machine, train_here: Train, tmp_path: Path) -> None:
+    found = train_here(machine.config(steps=6, fast=False), tmp_path / "run")["watch"]
+    assert found["checks"] == 0 and found["why_not"] == "the run takes the plain path"
+
+
+def test_other_hardware_or_software_is_compared_anew() -> None:
+    seen = watch.Watch()
+    assert seen.due(7)  # the first step of a run, or of one that goes on
+    seen.add({"loss": 0.0})
+    assert not seen.due(8) and seen.due(watch.EARLY[0]) and seen.due(2 * watch.EVERY)
+    seen.again = True
+    assert seen.due(8)
 
 
 def test_where_rounding_is_to_blame_float32_decides() -> None:

@@ -68,7 +68,7 @@ def _refuse_studies_below(folder: Path) -> None:
 def analyse_records(
     records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
 ) -> Analysis:
-    unique = {record.identity.key: record for record in reversed(records)}  # of copies, the first
+    unique = {(r.identity.key, r.method): r for r in reversed(records)}  # of copies, the first
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for record in reversed(unique.values()):
         by_setting[record.identity.setting].append(record)

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from oelm.config import FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml, update
+from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
 from oelm.errors import UserError
 from oelm.method import Method
 
@@ -60,7 +60,11 @@ INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run")
 
 # What the arms of a study may differ in besides their method; the data is the same for all.
 ARM_TABLES = ("training", "model")
-SET_BY_STUDY = ("training.lr", "training.seed", "training.test")
+# Set by the study, needed for the data of all arms, or for runs that can be a pair.
+SAME_FOR_ALL = (
+    "training.lr", "training.seed", "training.test", "training.precision", "training.fast",
+    "training.fallback", "training.deterministic", "model.name",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class StudyArm:
     @property
     def keys(self) -> list[str]:
         return [f"{table}.{key}" for table, values in self.settings.items() for key in values]
+
+    def applied_to(self, config: RunConfig, where: str = "study.methods") -> RunConfig:
+        """The configuration that all share with the settings of this arm."""
+        return make_config(merge(config.to_dict(), self.settings), where) if self.settings else config
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,21 @@ class Study:
         found: dict[str, StudyArm] = {}
         for entry in self.table.methods:
             values: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
+            if "name" not in values:
+                raise UserError("study.methods: an entry needs the name of a method: name = ...")
+            for table in set(ARM_TABLES) & values.keys():
+                if not isinstance(values[table], Mapping):
+                    raise UserError(f"study.methods: {table} must be a table, not {values[table]!r}")
             settings = {table: dict(values.pop(table)) for table in ARM_TABLES if table in values}
             name = values.pop("arm", None)
+            if name is not None and (not isinstance(name, str) or not name.strip()):
+                raise UserError(f"study.methods: arm must be a name, not {name!r}")
             label = Method.from_dict(values).name
             arm = StudyArm(values, label, settings)
             if settings and name is None:
                 raise UserError(f"study.methods: {label} with {arm.keys[0]} needs a name: arm = ...")
-            for key in set(arm.keys) & set(SET_BY_STUDY):
-                raise UserError(f"study.methods: {key} of {name} is set by the study; leave it out")
+            for key in set(arm.keys) & set(SAME_FOR_ALL):
+                raise UserError(f"study.methods: {key} of {name} must be the same for all arms; leave it out")
             if (name := str(name or label)) in found:
                 raise UserError(f"study.methods names {name} twice")
             found[name] = arm
@@ -114,7 +129,11 @@ class Study:
     @property
     def differs_in(self) -> list[str]:
         """The keys, besides the method's, in which the arms differ."""
-        return sorted({key for arm in self.arms.values() for key in arm.keys})
+        keys = {key for arm in self.arms.values() for key in arm.keys}
+        for pair in ALTERNATIVES:
+            names = {f"training.{name}" for name in pair}
+            keys |= names if names & keys else set()
+        return sorted(keys)
 
     @property
     def reference(self) -> str:
@@ -178,9 +197,8 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     study = Study(table, base, per_task, title)
     for task in study.tasks:  # checked before anything is spent
         config = study.task_config(task)
-        for name, arm in study.arms.items():
-            make_config(update(config.to_dict(), deepcopy(arm.settings)), f"{where}: study.methods, {name}")
-        if config.training.choose_on == "test" and len(table.lrs) > 1:
+        arms = [arm.applied_to(config, f"{where}: study.methods, {name}") for name, arm in study.arms.items()]
+        if any(arm.training.choose_on == "test" for arm in arms) and len(table.lrs) > 1:
             raise UserError(
                 f"{where}: training.choose_on = 'test' repeats a published habit at one rate; "
                 "several study.lrs are chosen on validation"

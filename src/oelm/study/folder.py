@@ -19,7 +19,7 @@ from oelm.atomic import (
     write_json,
     write_text,
 )
-from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, rebuild_config, update
+from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores, unfold
@@ -55,7 +55,7 @@ class Setting:
 
     def run_config(self, cell: Cell) -> RunConfig:
         entry, settings = self.study.arms[cell.method], self.study.differs_in
-        config = rebuild_config(update(self.config.to_dict(), entry.settings))
+        config = entry.applied_to(self.config)
         training = replace(config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
         if (cell.seed, cell.choosing) in self.plain:
             training = replace(training, fast=False)
@@ -77,7 +77,8 @@ class Setting:
         precision = record.results.get("precision", self.precision)
         if self.config.training.precision not in ("auto", precision):
             return False
-        return replace(self, precision=precision).key == record.identity.setting
+        seen = record.seen_by(self.study.differs_in)
+        return replace(self, precision=precision).key == seen.identity.setting
 
     @property
     def key(self) -> str:
@@ -222,7 +223,8 @@ class StudyFolder:
     def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many others lie in its folder: of data or numerics of the past."""
         known = {*self._read().get("made", []), *self._read().get("imported", [])}
-        found = list(find_records(self.path / "runs", damaged))
+        differs_in = self.read().differs_in
+        found = [record.seen_by(differs_in) for record in find_records(self.path / "runs", damaged)]
         ours = [record for record in found if record.identity.setting in known]
         return ours, len(found) - len(ours)
 
@@ -234,7 +236,9 @@ class StudyFolder:
         damaged: list[str] = []
         for record in find_records(source, damaged, follow=False):
             fits = [s for s in settings if s.fits(record)]
-            if not record.completed:
+            if fits:
+                record = record.seen_by(fits[0].study.differs_in)
+            if not record.evaluated:
                 refused[f"{record.results['status']}"] += 1
             elif not fits:
                 refused["of another configuration, data or numerics version"] += 1
@@ -263,7 +267,7 @@ class StudyFolder:
         except UserError:
             self._set_aside(to)
             there = None
-        if there is not None and there.completed:
+        if there is not None and there.evaluated:
             return False
         to.parent.mkdir(parents=True, exist_ok=True)
         with folder_beside(to) as beside:

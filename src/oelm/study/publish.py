@@ -70,6 +70,7 @@ def publish(source: Path, folder: Path) -> Published:
 def _write(source: Path, study: StudyFolder | None, records: list[Record], to: Path) -> None:
     settings: dict[str, str] = {}  # a record's setting -> the same with paths cut
     keys = set()
+    differs_in = [] if study is None else study.read().differs_in
     for record in records:
         folder = to / record.folder.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +79,10 @@ def _write(source: Path, study: StudyFolder | None, records: list[Record], to: P
             publish_predictions(folder, arrays, to, record.task)
         cut = read_record(folder)
         assert cut is not None
+        cut = cut.seen_by(differs_in if study is not None else cut.config.arm.differs_in)
         settings[record.identity.setting] = cut.identity.setting
-        keys.add(cut.identity.key)
-    if len(keys) < len({record.identity.key for record in records}):
+        keys.add((cut.identity.key, cut.method))
+    if len(keys) < len({(record.identity.key, record.method) for record in records}):
         raise UserError(
             f"{source} holds runs that only the folder of their model tells apart, and a published record "
             "names no folders; give the models different names, or publish the runs separately"

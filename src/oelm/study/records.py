@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,18 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
     own["method"] = Method.from_dict(config.method.overrides()).to_dict()
     if "fast" in training:
         own["fast"] = training.pop("fast")
-    tables = {"model": values["model"], "training": training}
-    for key in config.arm.differs_in:
-        table, _, name = key.partition(".")
-        own[key] = tables[table].pop(name, None)
-    shared = {"max_length": config.task.max_length, **tables, "data": data, "numerics": numerics}
-    return Identity(_digest(shared), _digest(shared | own))
+    shared = {
+        "max_length": config.task.max_length,
+        "model": values["model"],
+        "training": training,
+        "data": data,
+        "numerics": numerics,
+    }
+    key = _digest(shared | own)
+    for name in config.arm.differs_in:
+        table, _, name = name.partition(".")
+        shared[table].pop(name, None)
+    return Identity(_digest(shared), key)
 
 
 def _digest(values: Any) -> str:
@@ -94,8 +100,17 @@ class Record:
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run left the fast path on its way: then it is no pair to any other."""
-        return self.arithmetic.get("plain_from") is not None
+        """Whether the run left the fast path on its way and was completed: then it is no pair to any other.
+        One that diverged by both paths has a result, whichever it was on."""
+        return self.completed and self.arithmetic.get("plain_from") is not None
+
+    def seen_by(self, differs_in: list[str]) -> "Record":
+        """The record with the setting it has in a study whose arms differ in these keys: others may have
+        been added since the run was made."""
+        if differs_in == self.config.arm.differs_in:
+            return self
+        config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
+        return replace(self, identity=_identity_of(config, self.results, self.environment))
 
     @property
     def lr(self) -> float:
@@ -225,13 +240,16 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
         raise UserError(f"{folder / 'results.json'} is not the record of a run: {problem}")
     if problem := environment_problem(environment):
         raise UserError(f"{folder / 'environment.json'} is not the record of a run: {problem}")
-    identity = identify(
+    return Record(folder, config, results, environment, _identity_of(config, results, environment))
+
+
+def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[str, Any]) -> Identity:
+    return identify(
         config,
         environment.get("data") or results.get("data_fingerprint") or "",
         results.get("precision", config.training.precision),
         environment.get("numerics"),
     )
-    return Record(folder, config, results, environment, identity)
 
 
 def find_records(root: Path, damaged: list[str] | None = None, follow: bool = True) -> Iterator[Record]:

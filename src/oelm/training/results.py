@@ -19,6 +19,7 @@ from oelm.errors import UserError
 from oelm.model_folder import model_card, write_model
 from oelm.training.objective import Objective
 from oelm.training.references import trivial_references
+from oelm.training.watch import why_unwatched
 from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def _common(session: "Session", status: str) -> dict[str, Any]:
         "watch": {
             "checks": progress.watch.checks,
             "skipped": progress.watch.skipped,
+            "why_not": why_unwatched(session),
             "largest_deviation": progress.watch.largest,
         },
         "paths": asdict(session.paths) | _unrecorded(session),

@@ -176,6 +176,7 @@ def _compare(progress: Progress, now: dict[str, str]) -> None:
             f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
             "from those of a run that was never stopped"
         )
+        progress.watch.again = True
     progress.made_with = now
 
 

@@ -30,7 +30,7 @@ from oelm.training.schedule import (
     set_rate,
     total_steps,
 )
-from oelm.training.watch import Watch, can_watch, compare, has_dropout, numbers, yardstick
+from oelm.training.watch import Watch, compare, has_dropout, numbers, why_unwatched, yardstick
 
 AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
@@ -68,13 +68,13 @@ class Stepper:
 
     def take_watched_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """The same, compared with the plain path where that is due."""
-        if not can_watch(self) or not self.watch.due(number):
+        if why_unwatched(self) or not self.watch.due(number):
             return self.take_step(number, batches, k)
         try:
             right = yardstick(self, batches, k)  # before the weights move
         except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
             torch.cuda.empty_cache()
-            self.watch.skipped += 1
+            self.watch.skip()
             return self.take_step(number, batches, k)
         found = numbers(self, batches, k, plain=False) if has_dropout(self.raw) else None
         loss, norm, tokens = self.take_step(number, batches, k)

@@ -17,8 +17,9 @@ from oelm.data import Epoch
 from oelm.errors import RunError
 from oelm.kernels.plain import plain_path
 
-# Steps. To compare takes as long as some forty fast ones: under a hundredth of all.
-EARLY, EVERY = 1_000, 5_000
+# Steps. To compare takes as long as some forty fast ones: under a hundredth of all. At the first step nothing
+# is recorded yet as a CUDA graph, some hundred steps later every shape is.
+EARLY, EVERY = (200, 1_000), 5_000
 PART_TOKENS = 8_192  # of a batch, for the plain path at a time: it needs more memory
 # The largest relative deviation of loss and gradient norm at which float32 is not asked.
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "grad_norm": 0.05}}
@@ -32,20 +33,28 @@ class Watch:
     checks: int = 0
     skipped: int = 0  # because the plain path needs more memory than there is
     largest: dict[str, float] = field(default_factory=dict)  # relative deviations of loss and grad_norm
+    again: bool = True  # at the next step: the first one, or the run goes on with other hardware or software
 
     def due(self, step: int) -> bool:
-        return not (self.checks or self.skipped) or step == EARLY or step % EVERY == 0
+        return self.again or step in EARLY or (step > 0 and step % EVERY == 0)
+
+    def skip(self) -> None:
+        self.skipped, self.again = self.skipped + 1, False
 
     def add(self, deviation: dict[str, float]) -> None:
-        self.checks += 1
+        self.checks, self.again = self.checks + 1, False
         for name, value in deviation.items():
             if math.isfinite(value):
                 self.largest[name] = max(self.largest.get(name, 0.0), value)
 
 
-def can_watch(stepper: Any) -> bool:
-    """Whether there is a fast path whose numbers can be compared on this process alone."""
-    return bool(not stepper.plain and stepper.state.num_processes == 1 and stepper.precision in TOLERANCE)
+def why_unwatched(stepper: Any) -> str | None:
+    """Why the fast path of a run is not compared; None where it is."""
+    if stepper.plain:
+        return "the run takes the plain path"
+    if stepper.state.num_processes > 1:
+        return "several processes"
+    return None if stepper.precision in TOLERANCE else f"{stepper.precision} has no tolerance"
 
 
 def has_dropout(model: nn.Module) -> bool:
