@@ -67,6 +67,7 @@ def test_the_same_bits_as_when_numerics_was_last_raised(commit, tmp_path):
     assert verdicts["baseline"]["status"] == verdicts["language model"]["status"] == "same bits", told
 
 
+@pytest.mark.slow
 def test_another_order_of_summation_is_noticed(tmp_path):
     trees = [guard.ROOT, *(copy_of_this_tree(tmp_path / str(i)) for i in range(len(REORDERED)))]
     for tree, (file, code) in zip(trees[1:], REORDERED.values(), strict=True):

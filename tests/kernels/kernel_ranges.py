@@ -30,7 +30,11 @@ def test_attention_of_packed_texts(case):
     ranges.joint(HERE, *case, causal=False)
 
 
-@pytest.mark.parametrize("case", ranges.attention_cases(HERE), ids=str)
+# The interpreter is slow: there the two that share their masks with the first are looked at in bf16 only.
+SOME = [case for case in ranges.attention_cases(HERE) if not INTERPRETED or case[0] == torch.bfloat16]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_causal_attention(case):
     ranges.joint(CAUSAL, *case, causal=True)
 
@@ -40,7 +44,7 @@ def test_attention_of_one_query(case):
     ranges.one_query(HERE, *case)
 
 
-@pytest.mark.parametrize("case", ranges.attention_cases(HERE), ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_value_only_attention(case):
     ranges.value_only(HERE, *case)
 

@@ -84,6 +84,7 @@ def test_arms_that_compute_the_same_stay_apart():
     assert analysis.copies == 0
 
 
+@pytest.mark.slow
 def test_an_arm_that_is_added_later_reuses_what_is_done(tmp_path):
     data, out = make_file(tmp_path), tmp_path / "s"
     text = f"""
@@ -129,6 +130,7 @@ batch_size = 8
     assert as_plain(analyse(tmp_path / "p")) | {"title": ""} == as_plain(analyse(out)) | {"title": ""}
 
 
+@pytest.mark.slow
 def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
     data, out = make_file(tmp_path), tmp_path / "s"
     more = ("--seeds", "2", "--lrs", "1e-3")

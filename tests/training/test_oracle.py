@@ -96,6 +96,7 @@ def bert(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lr"), [("gpt-tiny", 3e-4), ("bert", 1e-3)])
 def test_a_classifier_learns_in_our_loop_as_in_trainer(name, lr, tmp_path):
     """The model is the same; batches that are padded, rows of the embedding that no text uses and so are set
