@@ -21,11 +21,11 @@ import torch
 
 from oelm.bench.load import made_lengths, made_stream, made_texts
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
-from oelm.kernels.rows_triton import row_sums
-from oelm.training.build import build_model
+from oelm.data.tasks.objective import make_objective
+from oelm.models.build import build_model
+from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
-from oelm.training.objective import make_objective
 from oelm.training.parallel import process_state
 from oelm.training.stepper import make_stepper
 

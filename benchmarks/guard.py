@@ -3,11 +3,12 @@
     python benchmarks/guard.py [--old COMMIT_OR_FOLDER] [--new FOLDER] [--json FILE]
     python benchmarks/guard.py --runs gpu --old FOLDER --new FOLDER --json FILE      # on a machine with a GPU
 
-Arithmetic is a contract: the same configuration gives the same losses as long as NUMERICS (oelm.version)
-stays the same. So the old tree is, unless told otherwise, the commit that last raised it. Each tree makes the
-runs of guard_runs.py in a process of its own, on this machine: between machines even the same code differs.
-On a GPU each tree makes them twice, because atomic additions may differ from run to run; a path is compared
-where both trees repeat themselves. Exits with 1 where a run differs, or fails in the new tree.
+Arithmetic is a contract: the same configuration gives the same losses as long as NUMERICS
+(oelm.system.version) stays the same. So the old tree is, unless told otherwise, the commit that last raised
+it. Each tree makes the runs of guard_runs.py in a process of its own, on this machine: between machines even
+the same code differs. On a GPU each tree makes them twice, because atomic additions may differ from run to
+run; a path is compared where both trees repeat themselves. Exits with 1 where a run differs, or fails in the
+new tree.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-VERSION = "src/oelm/version.py"
+VERSIONS = ("src/oelm/system/version.py", "src/oelm/version.py")  # now, and in older trees
 VALUE = re.compile(r"^NUMERICS = (\d+)", re.MULTILINE)
 
 Digests = dict[str, Any]  # of guard_runs.py: a run's name -> all that it computed
@@ -51,16 +52,18 @@ def git(root: Path, *words: str) -> bytes:
 
 def numerics_at(commit: str, root: Path = ROOT) -> int | None:
     """The value of NUMERICS in a commit; None where it had none, or where there is no such commit."""
-    try:
-        match = VALUE.search(git(root, "show", f"{commit}:{VERSION}").decode())
-    except NoHistory:
-        return None
-    return int(match[1]) if match else None
+    for path in VERSIONS:
+        try:
+            match = VALUE.search(git(root, "show", f"{commit}:{path}").decode())
+        except NoHistory:
+            continue
+        return int(match[1]) if match else None
+    return None
 
 
 def numerics_here() -> int:
-    match = VALUE.search((ROOT / VERSION).read_text())
-    assert match is not None, f"{VERSION} has no line 'NUMERICS = ...'"
+    match = VALUE.search((ROOT / VERSIONS[0]).read_text())
+    assert match is not None, f"{VERSIONS[0]} has no line 'NUMERICS = ...'"
     return int(match[1])
 
 
@@ -68,7 +71,7 @@ def last_raise(root: Path = ROOT) -> str:
     """The last commit that changed the value of NUMERICS."""
     if not (root / ".git").exists():
         raise NoHistory("this tree is not a git checkout")
-    commits = git(root, "log", "-G^NUMERICS = ", "--format=%H", "--", VERSION).decode().split()
+    commits = git(root, "log", "-G^NUMERICS = ", "--format=%H", "--", *VERSIONS).decode().split()
     cut = git(root, "rev-parse", "--is-shallow-repository").decode().strip() == "true"
     for commit in commits:
         before = numerics_at(f"{commit}^", root)

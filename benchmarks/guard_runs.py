@@ -186,7 +186,10 @@ def compiled_blocks(wanted: bool) -> Iterator[None]:
         return
     import torch
 
-    from oelm.training import fast
+    try:
+        from oelm.speed import cuda_graphs as fast
+    except ImportError:
+        from oelm.training import fast
 
     torch._dynamo.reset()
     before = fast.COMPILE_FROM
@@ -199,7 +202,10 @@ def compiled_blocks(wanted: bool) -> Iterator[None]:
 
 def one_run(values: dict[str, Any], inputs: Path, out: Path, length: int) -> dict[str, Any]:
     """The digest of `oelm train` with these values, or why it could not be made."""
-    from oelm.cli import app
+    try:
+        from oelm.cli.main import app
+    except ImportError:  # an older tree
+        from oelm.cli import app
 
     values = dict(values)
     data, compiled = values.pop("data", "texts"), values.pop("compiled", False)

@@ -34,15 +34,15 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import oelm
-from oelm.atomic import write_json
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store, open_store
+from oelm.data.tasks.objective import make_objective
 from oelm.data.tokenizer import train_tokenizer
+from oelm.models.build import build_model
 from oelm.study.statistics import equivalence
-from oelm.training.build import build_model
+from oelm.system.files import write_json
 from oelm.training.folder import environment
 from oelm.training.loop import train
-from oelm.training.objective import make_objective
 from oelm.training.parallel import process_state, resolve_precision
 
 ARMS = ("fast", "plain", "trainer")

@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from oelm.atomic import write_json
-from oelm.kernels.cross_entropy_triton import cross_entropy_
-from oelm.kernels.gelu import gelu_gradient
-from oelm.kernels.gelu_triton import gelu_backward
-from oelm.kernels.own import add_norm, joint_attention
-from oelm.kernels.packed import Packing
+from oelm.speed.adamw import OwnAdamW
+from oelm.speed.gelu import gelu_gradient
+from oelm.speed.kernels.cross_entropy_triton import cross_entropy_
+from oelm.speed.kernels.gelu_triton import gelu_backward
+from oelm.speed.own import add_norm, joint_attention
+from oelm.speed.packed import Packing
+from oelm.system.files import write_json
 from oelm.training.folder import environment
-from oelm.training.own_adamw import OwnAdamW
 from oelm.training.schedule import clip_in_step
 
 HEADS, HEAD_DIM, CALLS = 8, 64, 5

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oelm import cli
+from oelm.cli import main as cli
 
 
 def caller(

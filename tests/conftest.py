@@ -36,3 +36,6 @@ def tokenizer_dir() -> Path:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("compiler") and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile needs a C++ compiler, and none is on the PATH")
+
+
+pytest_plugins = ["tests.run_fixtures"]

@@ -29,12 +29,12 @@ from oelm.bench.ours import Ours
 from oelm.bench.peers import CompactGPT, OriginalClassifier, language_model
 from oelm.bench.record import command_of, ratio
 from oelm.bench.trainer import HuggingFaceTrainer, gpt2_classifier
-from oelm.cli import app
+from oelm.cli.main import app
 from oelm.data import open_store
 from oelm.errors import UserError
-from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
-from oelm.gpt_config import gpt_config
 from oelm.method import PRESETS
+from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.models.gpt_config import gpt_config
 from tests.training.runs import make_store
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 
 import oelm
-from tests.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
+from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 
 PAGE = (Path(__file__).parents[1] / "docs" / "pretrained.md").read_text()
 

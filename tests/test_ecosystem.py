@@ -11,9 +11,9 @@ import transformers
 
 import oelm
 from oelm.data.tokenizer import train_tokenizer
-from oelm.training.trained import Trained
+from oelm.inference.trained import Trained
 from tests import tiny
-from tests.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
+from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 from tests.tiny import inputs
 
 WORDS = 300

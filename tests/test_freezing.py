@@ -7,10 +7,10 @@ import torch
 import transformers
 
 import oelm
-from oelm.cli_run import resolve_config
+from oelm.cli.run import resolve_config
 from oelm.method import PRESETS, Method
 from tests.data.made import parquet
-from tests.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
+from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 from tests.tiny import build
 
 # The task's head; BERT's pooler serves nothing else.

@@ -16,7 +16,7 @@ from benchmarks import guard
 # Appended to a file of a copy of this tree: the same sums in another order.
 REORDERED = {
     "the feed-forward product in two halves": (
-        "gpt_block.py",
+        "models/gpt_block.py",
         """
 def _in_halves(self, x):
     y, weight, half = gelu(self.fc_in(x)), self.fc_out.weight, self.fc_out.weight.shape[1] // 2
@@ -88,13 +88,13 @@ def copy_of_this_tree(folder: Path) -> Path:
 
 def test_the_commit_that_last_raised_numerics_is_found(tmp_path):
     root, clone = tmp_path / "root", tmp_path / "clone"
-    (root / "src" / "oelm").mkdir(parents=True)
+    (root / guard.VERSIONS[0]).parent.mkdir(parents=True)
     with pytest.raises(guard.NoHistory, match="not a git checkout"):
         guard.last_raise(root)
     guard.git(root, "init", "-q")
     commits = []
     for text in ("NUMERICS = 1", "NUMERICS = 2", "NUMERICS = 2  # of losses", "# versions\nNUMERICS = 2"):
-        (root / guard.VERSION).write_text(text + "\n")
+        (root / guard.VERSIONS[0]).write_text(text + "\n")
         guard.git(root, "add", ".")
         guard.git(root, "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", text)
         commits.append(guard.git(root, "rev-parse", "HEAD").decode().strip())

@@ -7,13 +7,13 @@ from scipy import stats
 from scipy.linalg import subspace_angles
 
 from oelm.errors import UserError
-from oelm.hadamard import hadamard_matrix
 from oelm.orthogonal import (
     KINDS,
     ORTHONORMAL_KINDS,
     deviation,
     draw_blocks,
     generator,
+    hadamard_matrix,
     polar_factor,
     principal_angles,
     q_factor,

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from oelm.version import __version__
+from oelm.system.version import __version__
 
 
 def _is_command_line() -> bool:
@@ -24,18 +24,18 @@ def _is_command_line() -> bool:
 if not _is_command_line():
     from oelm.audit import Audit, Fingerprint, audit, fingerprint
     from oelm.convert import ConversionReport, convert, load, refreeze, release
-    from oelm.create import create_oelm_classifier, to_gpt2
     from oelm.errors import AuditError, UserError
-    from oelm.families import FAMILIES, Attention, Family
-    from oelm.gpt import (
+    from oelm.method import PRESETS, Method, get_method
+    from oelm.models.create import create_oelm_classifier, to_gpt2
+    from oelm.models.families import FAMILIES, Attention, Family
+    from oelm.models.gpt import (
         OelmGPTForCausalLM,
         OelmGPTForQuestionAnswering,
         OelmGPTForSequenceClassification,
         OelmGPTForTokenClassification,
         OelmGPTModel,
     )
-    from oelm.gpt_config import OelmGPTConfig, gpt_config
-    from oelm.method import PRESETS, Method, get_method
+    from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 
     __all__ = [
         "FAMILIES",

@@ -1,4 +1,4 @@
-from oelm.cli import main
+from oelm.cli.main import main
 
 if __name__ == "__main__":
     main()

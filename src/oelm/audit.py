@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from oelm.errors import AuditError, UserError
-from oelm.families import block_gain, find_sites, frozen_names
-from oelm.lora import adapted_layers, plain_name
 from oelm.method import HEAD_ROLES, Method
+from oelm.models.families import block_gain, find_sites, frozen_names
+from oelm.models.lora import adapted_layers, plain_name
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 
 

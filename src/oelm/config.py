@@ -13,8 +13,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from oelm.atomic import read_file
 from oelm.errors import UserError
+from oelm.system.files import read_file
 
 T = TypeVar("T")
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file

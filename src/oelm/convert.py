@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oelm.audit import audit, frozen_digest, method_of, record_of
-from oelm.changes import ConversionReport, Row
 from oelm.errors import UserError
-from oelm.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
-from oelm.fused import PARTS, SplitQKV
-from oelm.gpt_config import OelmGPTConfig
-from oelm.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
 from oelm.method import HEAD_ROLES, Method, get_method, only_below, select_layers
-from oelm.moved import Sample, head_moves, score_changes, score_scales
+from oelm.models.conversion_distance import Sample, head_moves, score_changes, score_scales
+from oelm.models.conversion_report import ConversionReport, Row
+from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
+from oelm.models.fused import PARTS, SplitQKV
+from oelm.models.gpt_config import OelmGPTConfig
+from oelm.models.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
+from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
-from oelm.pretrained import hub_arguments, load_as_saved, load_config
-from oelm.version import __version__
+from oelm.system.version import __version__
 
 
 def convert(

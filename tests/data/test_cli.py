@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oelm import cli
+from oelm.cli import main as cli
 from oelm.data import TASKS, open_store
 from oelm.data.checks import histogram
 from tests.data.made import labelled, parquet, write_csv

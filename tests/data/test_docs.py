@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oelm import cli
+from oelm.cli import main as cli
 from tests.data.made import ciphers, labelled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()

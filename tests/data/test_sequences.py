@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import DataCollatorForSeq2Seq, MBartTokenizer
 
-from oelm import cli
+from oelm.cli import main as cli
 from oelm.data import Choice, load_file, load_task, padded_batch, prepare, read_references
 from oelm.errors import UserError
 from tests.data.made import byte_pairs, parquet, sentence, unigram_pieces, write_csv, write_jsonl

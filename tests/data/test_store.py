@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oelm.atomic import folder_beside
 from oelm.data import load_file, manifest, open_store, prepare
 from oelm.data.manifest import FORMAT
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
+from oelm.system.files import folder_beside
 from tests.data.made import labelled
 
 
@@ -160,12 +160,12 @@ def test_a_file_size_limit_is_reported_and_leaves_nothing(tmp_path: Path) -> Non
 
 STARVED = """
 import resource, sys, pydantic
-import oelm.cli, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
+import oelm.cli.main, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
 sys.argv = ["oelm", "data", "inspect", sys.argv[1]]
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (4 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-oelm.cli.main()
+oelm.cli.main.main()
 """
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import write_json, write_text
 from oelm.config import read_toml, to_toml
 from oelm.study.records import find_records
+from oelm.system.files import write_json, write_text
 
 REAL = next((Path(__file__).parents[2] / "results/imdb-one-rate/runs/imdb/oelm").glob("measured-*-s1-*"))
 LRS = (1e-4, 3e-4, 1e-3, 3e-3)

@@ -37,8 +37,8 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 HASTY = """
-from oelm.cli import main
-from oelm.study import runner
+from oelm.cli.main import main
+from oelm.study import scheduler as runner
 runner.PAUSES, runner.DISK_PAUSES = (0.5,) * 3, (0.5,) * 5
 main()
 """

@@ -14,7 +14,7 @@ from oelm.study.design import make_study
 from oelm.study.publish import publish
 from oelm.study.records import identify
 from oelm.study.report import as_plain
-from tests.study.claim_records import pairs, rates_study, run, trials
+from tests.claims.claim_records import pairs, rates_study, run, trials
 from tests.study.studies import environment, make_file
 from tests.study.studies import run as study
 

@@ -16,9 +16,9 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 from oelm.data.catalogue import LM, TASKS
 from oelm.errors import UserError
-from oelm.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
-from oelm.gpt_config import gpt_config
 from oelm.method import get_method
+from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.models.gpt_config import gpt_config
 from oelm.study.catalogue import experiment_config, get_experiment, list_experiments
 
 ROOT = Path(__file__).parents[2]

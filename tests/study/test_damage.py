@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from oelm.claims.verdicts import judge
 from oelm.config import merge
 from oelm.data import Plan, load_file, open_store, padded_batch, prepare
 from oelm.data.checks import describe, render
 from oelm.errors import UserError
+from oelm.inference.trained import Trained
 from oelm.study.analysis import analyse
-from oelm.study.claims import judge
 from oelm.study.conduct import prepare_settings
 from oelm.study.design import make_study
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.matrix import Cell
 from oelm.study.records import find_records
 from oelm.study.report import as_plain, summary, write_report
-from oelm.study.runner import Runner
+from oelm.study.scheduler import Runner
 from oelm.training.checkpoint import Checkpoints
 from oelm.training.loop import train
 from oelm.training.status import find_runs, run_status
-from oelm.training.trained import Trained
 from tests.data.made import labelled
 from tests.study import report_folders
 from tests.study.damage import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from oelm.cli import app
+from oelm.cli.main import app
 from oelm.errors import FAULTS, OUTCOMES
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.design import make_study as make_design
@@ -15,7 +15,7 @@ from oelm.study.report import as_plain, summary, write_report
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
-from tests.study.claim_records import GRID, MEDIUM, pairs, rates_study, run, trials
+from tests.claims.claim_records import GRID, MEDIUM, pairs, rates_study, run, trials
 from tests.study.report_folders import make_study
 
 THREE = ["baseline", "oelm", "oelm-random"]

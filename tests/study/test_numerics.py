@@ -16,8 +16,8 @@ import torch
 
 from oelm.config import make_config
 from oelm.data import Store, load_task, open_store, prepare
+from oelm.system.version import NUMERICS
 from oelm.training.loop import train
-from oelm.version import NUMERICS
 from tests.data.made import parquet, sentence
 from tests.training.runs import make_store
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oelm.atomic import write_json, write_text
 from oelm.config import read_toml, to_toml
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
 from oelm.study.publish import cut_path, publish
 from oelm.study.records import find_records
 from oelm.study.report import as_plain
+from oelm.system.files import write_json, write_text
 from oelm.training.predictions import write_predictions
 from tests.command_line import caller
 from tests.study.report_folders import copy_run, make_study, settle

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from scipy import stats
 from typer.testing import CliRunner
 
-from oelm.cli import app
+from oelm.cli.main import app
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.folder import StudyFolder
@@ -30,7 +30,7 @@ from oelm.study.report.render import escape_markdown, to_html, to_markdown
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
 from oelm.training.status import run_status
-from tests.study.claim_records import pairs, rates_study, run, trials
+from tests.claims.claim_records import pairs, rates_study, run, trials
 from tests.study.report_folders import copy_run, make_study, settle
 
 HOSTILE = "<script>alert(1)</script>|$x$ `b` *c* [d](e) & \\ _f_ \"q'"

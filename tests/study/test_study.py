@@ -12,7 +12,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from oelm.cli import app
+from oelm.cli.main import app
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
 from oelm.study.folder import StudyFolder

@@ -1,7 +1,7 @@
 """Tiny real runs of the command line, in processes forked from one that has imported everything.
 
 Starting Python with torch takes seconds, so a fork server imports once and every run is a fork of it. What
-runs in the fork is `oelm.cli.main`, unpatched: a test may watch it, signal it, limit it and kill it.
+runs in the fork is `oelm.cli.main.main`, unpatched: a test may watch it, signal it, limit it and kill it.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from oelm.data import load_file, prepare
 from tests.data.made import sentence, write_csv
 
 PRELOAD = [
-    "oelm.cli", "oelm.training.loop", "oelm.training.trained", "oelm.data", "pydantic", "scipy.sparse.linalg",
+    "oelm.cli.main", "oelm.training.loop", "oelm.inference.trained", "oelm.data", "pydantic",
+    "scipy.sparse.linalg",
     "sklearn.feature_extraction.text", "sklearn.linear_model", "transformers.models.auto.tokenization_auto",
 ]  # fmt: skip
 TIMES = ("train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s", "peak_memory_bytes")
@@ -192,7 +193,7 @@ def _child(words: list[str], log: str, strike: Strike | None, threads: int) -> N
         os.dup2(handle, stream)
     import torch
 
-    from oelm.cli import main
+    from oelm.cli.main import main
 
     torch.set_num_threads(threads)
     if strike is not None:

@@ -10,7 +10,7 @@ import time
 import pytest
 from safetensors.torch import load_file, save_file
 
-from oelm.training.trained import Trained
+from oelm.inference.trained import Trained
 from tests.command_line import caller
 from tests.training.test_parallel import rows
 

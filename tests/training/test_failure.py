@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from oelm.atomic import lock_file
 from oelm.config import make_config, read_toml
 from oelm.data import open_store
 from oelm.errors import FAULTS, OUTCOMES, FolderInUse, RunError, UserError
+from oelm.system.files import lock_file
 from oelm.training import loop
 from oelm.training.failure import failure_kind
 from oelm.training.folder import RunFolder

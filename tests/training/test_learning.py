@@ -10,11 +10,11 @@ import torch
 from oelm.config import make_config
 from oelm.data import Choice, load_task, read_references
 from oelm.data.preparation import split_chunks
+from oelm.data.tasks.metrics import question_answering
 from oelm.errors import UserError
-from oelm.training.build import _load
+from oelm.inference.trained import Trained
+from oelm.models.build import _load
 from oelm.training.loop import train
-from oelm.training.metrics import question_answering
-from oelm.training.trained import Trained
 from tests import tiny
 from tests.data.made import byte_pairs, unigram_pieces
 

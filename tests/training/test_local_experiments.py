@@ -12,11 +12,11 @@ import torch
 import transformers
 from tokenizers import BertWordPieceTokenizer
 
-from oelm.cli_run import resolve_config
+from oelm.cli.run import resolve_config
+from oelm.inference.trained import prepared_store
+from oelm.models.build import build_model
 from oelm.orthogonal import q_factor, to_blocks, to_weight
 from oelm.study.catalogue import list_experiments
-from oelm.training.build import build_model
-from oelm.training.trained import prepared_store
 from tests.command_line import caller
 from tests.data.made import parquet, sentence
 

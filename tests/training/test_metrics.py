@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from oelm.training.metrics import classification, language, question_answering, tagging
+from oelm.data.tasks.metrics import classification, language, question_answering, tagging
 
 
 @st.composite

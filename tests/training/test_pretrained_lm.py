@@ -9,12 +9,12 @@ import transformers
 from safetensors.torch import load_file
 
 from oelm.config import make_config
+from oelm.data.tasks.objective import make_objective
 from oelm.errors import UserError
+from oelm.inference.trained import Trained, prepared_store
+from oelm.models.build import _refuse_seeing_ahead, build_model
 from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
-from oelm.training.build import _refuse_seeing_ahead, build_model
 from oelm.training.lineage import notes_on_start
-from oelm.training.objective import make_objective
-from oelm.training.trained import Trained, prepared_store
 from tests import tiny
 from tests.command_line import caller
 from tests.data.made import parquet, sentence, wordpiece

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from oelm.cli import main
+from oelm.cli.main import main
 from oelm.data import open_store
 from oelm.errors import AuditError, RunError, UserError
 from oelm.training import loop

@@ -18,13 +18,13 @@ import transformers
 import oelm
 from oelm.config import make_config, to_toml
 from oelm.data import Choice, Store
+from oelm.data.tasks import metrics
+from oelm.data.tasks.objective import make_objective
+from oelm.data.trivial_baselines import trivial_references
 from oelm.data.writer import copy_store
+from oelm.inference.trained import Trained, prepared_store
 from oelm.study.items import item_bootstrap, mcnemar
-from oelm.training import metrics
 from oelm.training.loop import train
-from oelm.training.objective import make_objective
-from oelm.training.references import trivial_references
-from oelm.training.trained import Trained, prepared_store
 from tests.data.made import byte_pairs, ciphers, unigram_pieces
 from tests.training.runs import Machine, Strike, outcome
 

@@ -17,8 +17,8 @@ from oelm.bench.load import (
 from oelm.bench.measure import Arm
 from oelm.data import Store, open_store
 from oelm.errors import UserError
-from oelm.gpt_config import OelmGPTConfig, gpt_config
 from oelm.method import PRESETS
+from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 
 WORKS = ("classification", "lm", "freezing", "lengths")
 METHODS = ("baseline", "oelm", "oelm-value-only")

@@ -11,7 +11,7 @@ from oelm.data import Split, Store
 from oelm.data.batches import ranges
 from oelm.data.shuffle import permutation
 from oelm.errors import UserError
-from oelm.gpt_config import OelmGPTConfig
+from oelm.models.gpt_config import OelmGPTConfig
 
 Array = np.ndarray
 

@@ -4,8 +4,8 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store
-from oelm.training.build import build_model
-from oelm.training.objective import make_objective
+from oelm.data.tasks.objective import make_objective
+from oelm.models.build import build_model
 from oelm.training.parallel import process_state
 from oelm.training.stepper import make_stepper
 

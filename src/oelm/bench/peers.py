@@ -16,8 +16,8 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.bench.trainer import gpt2_config
 from oelm.data import Store
-from oelm.gpt_config import OelmGPTConfig
-from oelm.training.objective import Batch, make_objective
+from oelm.data.tasks.objective import Batch, make_objective
+from oelm.models.gpt_config import OelmGPTConfig
 from oelm.training.parallel import autocast_of, resolve_precision
 
 DROPOUT = 0.1  # the original recipe's

@@ -9,13 +9,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 
-from oelm.atomic import write_json
 from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
 from oelm.bench.profile import profiled
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
 from oelm.errors import UserError
-from oelm.training.fast import RECOMPILE_LIMIT
+from oelm.speed.cuda_graphs import RECOMPILE_LIMIT
+from oelm.system.files import write_json
 
 
 def run_bench(

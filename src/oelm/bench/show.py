@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import read_json, write_text
 from oelm.errors import UserError
+from oelm.system.files import read_json, write_text
 
 SCHEMA = 1  # of the record
 

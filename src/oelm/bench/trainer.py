@@ -25,7 +25,7 @@ from transformers import (
 from oelm.bench.load import Load
 from oelm.bench.measure import Arm, Held, Window, gradient_bytes, now
 from oelm.data import Store
-from oelm.gpt_config import OelmGPTConfig
+from oelm.models.gpt_config import OelmGPTConfig
 
 
 class Texts(Dataset[dict[str, Any]]):

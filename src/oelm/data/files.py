@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import is_out_of_memory
 from oelm.config import SUFFIXES
 from oelm.errors import UserError
+from oelm.system.files import is_out_of_memory
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
 CHUNK_ROWS = 256

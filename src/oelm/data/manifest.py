@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oelm.atomic import is_out_of_memory, read_json
 from oelm.data.catalogue import CLASSIFICATION
 from oelm.errors import UserError
+from oelm.system.files import is_out_of_memory, read_json
 
 if TYPE_CHECKING:
     from oelm.data.store import Split, Store

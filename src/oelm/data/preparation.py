@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import folder_name
 from oelm.data.catalogue import CLASSIFICATION, LM, QA, SEQ2SEQ, TOKENS
 from oelm.data.dataset import SPLITS, Dataset, Part, item_texts
 from oelm.data.files import Chunk
@@ -16,6 +15,7 @@ from oelm.data.progress import progress
 from oelm.data.store import Store
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
 from oelm.data.writer import cache_dir, cached_store, split_writers
+from oelm.system.files import folder_name
 
 VERSION = 1  # of what the encoders write: part of every fingerprint
 

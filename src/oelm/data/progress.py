@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from oelm.terminal import console, say
+from oelm.system.terminal import console, say
 
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal; short work prints none
 

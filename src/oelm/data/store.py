@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import is_out_of_memory
 from oelm.data.manifest import AGAIN, NO_CHECKSUMS, check_values, read_column, read_manifest
 from oelm.errors import UserError
+from oelm.system.files import is_out_of_memory
 
 IGNORE = -100  # a label that torch's cross-entropy leaves out
 Array = np.ndarray

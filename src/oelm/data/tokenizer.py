@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import is_out_of_memory
 from oelm.data.files import one_line
 from oelm.errors import UserError
+from oelm.system.files import is_out_of_memory
 
 END = "<|endoftext|>"
 JOINER = " [SEP]"  # between the texts of a pair where the tokenizer has no template for pairs

@@ -9,10 +9,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from oelm.atomic import delete, folder_beside, lock_file, sync_folder, write_json
 from oelm.data.manifest import FORMAT, MANIFEST, seal
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError
+from oelm.system.files import delete, folder_beside, lock_file, sync_folder, write_json
 
 
 class ArrayWriter:

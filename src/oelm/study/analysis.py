@@ -14,7 +14,12 @@ import numpy as np
 
 from oelm.errors import UserError
 from oelm.study import statistics
-from oelm.study.comparison import (
+from oelm.study.design import Study
+from oelm.study.folder import StudyFolder
+from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
+from oelm.study.matrix import Cell, Matrix, rate_means, unfold
+from oelm.study.records import Record, find_records
+from oelm.study.result_types import (
     FEWEST_SEEDS,
     Across,
     Analysis,
@@ -23,11 +28,6 @@ from oelm.study.comparison import (
     Failure,
     Group,
 )
-from oelm.study.design import Study
-from oelm.study.folder import StudyFolder
-from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
-from oelm.study.matrix import Cell, Matrix, rate_means, unfold
-from oelm.study.records import Record, find_records
 from oelm.training.predictions import item_scores
 
 

@@ -11,14 +11,14 @@ from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.study.design import Study, StudyConfig
 from oelm.study.folder import Setting, StudyFolder
-from oelm.study.runner import Progress, Runner, Slot
-from oelm.terminal import say
+from oelm.study.scheduler import Progress, Runner, Slot
+from oelm.system.terminal import say
 from oelm.training.session import stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from oelm.training.objective import Objective
+    from oelm.data.tasks.objective import Objective
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
 MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
@@ -34,10 +34,10 @@ class Estimate:
 
 def prepare_settings(study: Study, show: bool) -> list[Setting]:
     """The data of every task with its trivial references, prepared and checked before anything is trained."""
-    from oelm.training.build import default_model
+    from oelm.data.trivial_baselines import trivial_references
+    from oelm.inference.trained import prepared_store
+    from oelm.models.build import default_model
     from oelm.training.parallel import process_state, resolve_precision
-    from oelm.training.references import trivial_references
-    from oelm.training.trained import prepared_store
 
     device = process_state().device
     settings = []
@@ -72,8 +72,8 @@ def check_methods(settings: list[Setting]) -> None:
 
 def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
     """The model of a run, on the CPU, and what it learns."""
-    from oelm.training.build import build_model
-    from oelm.training.objective import make_objective
+    from oelm.data.tasks.objective import make_objective
+    from oelm.models.build import build_model
 
     training = config.training
     objective = make_objective(

@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from oelm.atomic import (
+from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
+from oelm.data.tasks.metrics import LOWER_IS_BETTER
+from oelm.errors import UserError
+from oelm.study.design import INCIDENTAL, Study, make_study
+from oelm.study.matrix import Cell, Matrix, Scores, unfold
+from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
+from oelm.system.files import (
     check_name,
     copy_file,
     delete,
@@ -19,15 +25,9 @@ from oelm.atomic import (
     write_json,
     write_text,
 )
-from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
-from oelm.errors import UserError
-from oelm.study.design import INCIDENTAL, Study, make_study
-from oelm.study.matrix import Cell, Matrix, Scores, unfold
-from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
+from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
-from oelm.training.metrics import LOWER_IS_BETTER
 from oelm.training.predictions import is_published, write_predictions
-from oelm.version import NUMERICS
 
 if TYPE_CHECKING:
     from oelm.data import Store

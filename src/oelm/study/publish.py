@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import read_json, sync_folder, write_json, write_text
 from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.folder import StudyFolder
 from oelm.study.records import Record, find_records, read_record
+from oelm.system.files import read_json, sync_folder, write_json, write_text
 from oelm.training.predictions import publish_predictions
 
 CURVE = 50  # training lines kept of each run, evenly spread, the last one among them

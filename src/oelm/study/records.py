@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from oelm.atomic import read_file, read_json, read_object
 from oelm.config import RunConfig
+from oelm.data.tasks.metrics import LOWER_IS_BETTER
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
+from oelm.system.files import read_file, read_json, read_object
 from oelm.training.folder import read_config
-from oelm.training.metrics import LOWER_IS_BETTER
 from oelm.training.predictions import read_predictions
 
 FILES = (

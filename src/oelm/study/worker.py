@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from oelm.atomic import write_json
 from oelm.config import rebuild_config
 from oelm.data import open_store
 from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError, UserError
+from oelm.system.files import write_json
 from oelm.training.failure import failure_kind
 from oelm.training.loop import train
 

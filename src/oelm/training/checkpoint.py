@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from oelm.atomic import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
 from oelm.errors import RunError, UserError
-from oelm.training.live_rows import live_weights
+from oelm.speed.live_rows import live_weights
+from oelm.system.files import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from oelm.terminal import console, say
+from oelm.system.terminal import console, say
 
 QUIET_SECONDS = 15.0  # between two lines where there is no terminal
 

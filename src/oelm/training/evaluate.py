@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from oelm.training.objective import Measured, Objective
+from oelm.data.tasks.objective import Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray

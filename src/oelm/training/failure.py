@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from oelm.atomic import is_out_of_memory
 from oelm.errors import AuditError, Interrupted, RunError, UserError
+from oelm.system.files import is_out_of_memory
 from oelm.training.checkpoint import Checkpoints
 from oelm.training.folder import RunFolder
 

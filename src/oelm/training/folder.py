@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from oelm.atomic import check_name, delete, lock_file, read_file, read_object, write_json, write_text
 from oelm.config import LATER, RunConfig, make_config, read_toml, rebuild_config, to_toml
 from oelm.errors import FolderInUse, UserError
-from oelm.version import NUMERICS, __version__
+from oelm.system.files import check_name, delete, lock_file, read_file, read_object, write_json, write_text
+from oelm.system.version import NUMERICS, __version__
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "triton")
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from oelm.atomic import read_object
 from oelm.errors import UserError
-from oelm.pretrained import check_checkpoint
+from oelm.models.pretrained import check_checkpoint
+from oelm.system.files import read_object
 from oelm.training.folder import read_config
 
 REFERENCE = "oelm-gpt"  # model_type of the reference GPT

@@ -19,17 +19,17 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
+from oelm.data.tasks.objective import Measured, make_objective
 from oelm.errors import Interrupted, RunError
-from oelm.kernels.plain import plain_path
+from oelm.models.build import build_model, default_model
+from oelm.speed.live_rows import put_back
+from oelm.speed.plain import plain_path
 from oelm.training import parallel, results
-from oelm.training.build import build_model, default_model
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import LOWER, explained, failure_kind
 from oelm.training.folder import RunFolder
-from oelm.training.live_rows import put_back
-from oelm.training.objective import Measured, make_objective
 from oelm.training.predictions import write_predictions
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, fall_back, start_session, stopping

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oelm.atomic import folder_name, replacing
+from oelm.system.files import folder_name, replacing
 
 Array = np.ndarray
 FILE = "predictions.npz"

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from oelm.config import RunConfig
 from oelm.data.catalogue import LM
+from oelm.data.tasks.objective import Objective
 from oelm.data.tokenizer import JOINER, Encoder
+from oelm.data.trivial_baselines import trivial_references
 from oelm.errors import UserError
-from oelm.model_folder import model_card, write_model
-from oelm.training.objective import Objective
-from oelm.training.references import trivial_references
-from oelm.training.watch import why_unwatched
-from oelm.version import NUMERICS
+from oelm.models.folder import model_card, write_model
+from oelm.speed.watch import why_unwatched
+from oelm.system.version import NUMERICS
 
 if TYPE_CHECKING:
     from oelm.training.session import Session

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
-from oelm.training.own_adamw import OwnAdamW, fault_of
+from oelm.speed.adamw import OwnAdamW, fault_of
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:

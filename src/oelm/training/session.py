@@ -9,22 +9,22 @@ from typing import Any
 
 from accelerate import PartialState
 
-from oelm.atomic import is_out_of_memory
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
+from oelm.data.tasks.objective import Objective, make_objective
 from oelm.errors import Interrupted, UserError
+from oelm.models.build import build_model
+from oelm.speed.live_rows import live_weights
+from oelm.speed.watch import Watch
+from oelm.system.files import is_out_of_memory
 from oelm.training import parallel, results
-from oelm.training.build import build_model
 from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
 from oelm.training.lineage import notes_on_start
-from oelm.training.live_rows import live_weights
-from oelm.training.objective import Objective, make_objective
 from oelm.training.schedule import layer_scales, shrinkage
 from oelm.training.stepper import Stepper, make_stepper
-from oelm.training.watch import Watch
 
 
 @dataclass

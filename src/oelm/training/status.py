@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oelm.atomic import lock_file, read_object
 from oelm.config import read_toml
 from oelm.errors import UserError
+from oelm.system.files import lock_file, read_object
 
 TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are needed
 

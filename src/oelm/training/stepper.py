@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.read_ahead import read_whole
-from oelm.kernels.plain import plain_path
-from oelm.training import fast, parallel
-from oelm.training.fit import takes_segments
-from oelm.training.half import HalfWeights
-from oelm.training.live_rows import live_weights, set_aside
-from oelm.training.objective import Batch, Objective
-from oelm.training.own_adamw import OwnAdamW, can_be_own
-from oelm.training.row_windows import RowWindows, make_windows
+from oelm.data.tasks.objective import Batch, Objective
+from oelm.models.fit import takes_segments
+from oelm.speed import cuda_graphs as fast
+from oelm.speed.adamw import OwnAdamW, can_be_own
+from oelm.speed.bf16_copies import HalfWeights
+from oelm.speed.live_rows import live_weights, set_aside
+from oelm.speed.plain import plain_path
+from oelm.speed.row_windows import RowWindows, make_windows
+from oelm.speed.watch import Watch, compare, has_dropout, numbers, why_unwatched, yardstick
+from oelm.training import parallel
 from oelm.training.schedule import (
     clip_in_step,
     learning_rate,
@@ -30,7 +32,6 @@ from oelm.training.schedule import (
     set_rate,
     total_steps,
 )
-from oelm.training.watch import Watch, compare, has_dropout, numbers, why_unwatched, yardstick
 
 AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 

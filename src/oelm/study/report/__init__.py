@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from oelm.atomic import write_text
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
-from oelm.study.comparison import Analysis
 from oelm.study.report.plain import as_plain
 from oelm.study.report.summary import summary
-from oelm.terminal import plain
+from oelm.study.result_types import Analysis
+from oelm.system.files import write_text
+from oelm.system.terminal import plain
 
 __all__ = ["Written", "as_plain", "summary", "write_report"]
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from oelm.study.comparison import FEWEST_SEEDS, PROBLEMS, Comparison, Group
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.view import View
+from oelm.study.result_types import FEWEST_SEEDS, PROBLEMS, Comparison, Group
 
 MOST_CLAUSES = 3  # comparisons that are told one by one; more are counted
 MOST_NAMES = 6

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from oelm.study.claims import Verdict, judge
-from oelm.study.comparison import Group
+from oelm.claims.verdicts import Verdict, judge
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
 from oelm.study.report.notices import Notice, alert, notices
 from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
+from oelm.study.result_types import Group
 from oelm.study.statistics import BOOTSTRAP
 
 CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}

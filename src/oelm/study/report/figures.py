@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from oelm.study.comparison import Arm, Comparison, Group
 from oelm.study.report import drawing, numbers
 from oelm.study.report.document import Figures, Legend
 from oelm.study.report.drawing import BAND, FAINT, INK, LINE, PAGE, colour, draw, mark
 from oelm.study.report.view import View
+from oelm.study.result_types import Arm, Comparison, Group
 
 MOST_FACETS = 6  # settings that are drawn; the tables have all of them
 MOST_ROWS = 30  # of a forest plot

@@ -5,12 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from oelm.study.comparison import Arm, Group
 from oelm.study.matrix import Cell
 from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
+from oelm.study.result_types import Arm, Group
 from oelm.training.predictions import WITH_GROUPS
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")

@@ -4,16 +4,16 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from oelm.study.comparison import Analysis, Arm, Comparison, Group
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
+from oelm.study.result_types import Analysis, Arm, Comparison, Group
 
 
 def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
     """Arms, comparisons, claims and warnings as JSON values; what is not a finite number is null."""
-    from oelm.study.claims import judge
+    from oelm.claims.verdicts import judge
 
     view = View(analysis, Words(lang))
     values = {

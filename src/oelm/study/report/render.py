@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from oelm.study.report.document import Document
 from oelm.study.report.words import Words
-from oelm.version import __version__
+from oelm.system.version import __version__
 
 
 def to_html(document: Document, words: Words) -> str:

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oelm.study.comparison import Analysis, Arm, Group
 from oelm.study.report import numbers
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import alert, notices
 from oelm.study.report.view import View, bits
 from oelm.study.report.words import Words
+from oelm.study.result_types import Analysis, Arm, Group
 
 WIDTH = 80
 RIGHT = ("n", "mean", "bits", "difference", "interval", "p")

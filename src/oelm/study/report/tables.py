@@ -5,11 +5,11 @@ from statistics import fmean
 from typing import Any
 
 from oelm.study.catalogue import Experiment
-from oelm.study.comparison import Arm, Comparison, Group
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.document import Cell, Table
 from oelm.study.report.view import View, bits
+from oelm.study.result_types import Arm, Comparison, Group
 
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
 NOTHING = Cell(numbers.NOTHING)

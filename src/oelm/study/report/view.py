@@ -7,10 +7,10 @@ from typing import Any
 
 from oelm.study import statistics
 from oelm.study.catalogue import Experiment, list_experiments
-from oelm.study.comparison import Analysis, Arm, Comparison, Group
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.words import Words
+from oelm.study.result_types import Analysis, Arm, Comparison, Group
 
 
 class View:

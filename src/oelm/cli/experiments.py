@@ -1,0 +1,107 @@
+"""`oelm experiments`: the catalogue of published experiments."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oelm.system.terminal import say
+
+if TYPE_CHECKING:
+    from oelm.study.catalogue import Experiment
+
+WIDTH = 100  # of the table where there is no terminal to ask
+
+
+def experiments(
+    id: Annotated[str | None, typer.Argument(metavar="ID", help="Show this one in full.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The published experiments, and what was reported for them. Example: oelm experiments GPT-02"""
+    from oelm.study.catalogue import get_experiment, list_experiments
+
+    if id is None:
+        catalogue = list_experiments()
+        if as_json:
+            say(_json([asdict(experiment) for experiment in catalogue]))
+        else:
+            _print_table(catalogue)
+        return
+    experiment = get_experiment(id)
+    say(_json(asdict(experiment)) if as_json else _render(experiment))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False)
+
+
+def _print_table(catalogue: "list[Experiment]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("ID", "task", "model", "method", "lr", "length", "published", "time"):
+        table.add_column(name, justify="right" if name in ("lr", "length", "published", "time") else "left")
+    for experiment in catalogue:
+        config = experiment.config
+        training = config["training"]
+        table.add_row(
+            experiment.id,
+            config["task"]["name"],
+            config["model"]["name"],
+            config["method"]["name"],
+            _rate(training["lr"]),
+            f"{training['epochs']} epochs" if "epochs" in training else f"{training['steps'] // 1000}k",
+            _headline(experiment.published),
+            _clock(experiment.published.get("time_s")),
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(table)
+    console.print("Length in steps unless it says epochs. Published: single runs, targets and not results.")
+    for experiment in catalogue:
+        if experiment.variant_of:
+            console.print(_variant(experiment))
+
+
+def _variant(experiment: "Experiment") -> str:
+    return f"{experiment.id} is a variant of {experiment.variant_of}, not a published experiment of its own."
+
+
+def _rate(lr: float) -> str:
+    """3e-4 as people write it, not 0.0003 or 3e-04."""
+    mantissa, exponent = f"{lr:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _headline(published: dict[str, Any]) -> str:
+    if "best_accuracy" in published:
+        return f"{100 * published['best_accuracy']:.2f} %"
+    if "perplexity" in published:
+        return f"PPL {published['perplexity']:.2f}"
+    return f"loss {published['loss']:.2f}"
+
+
+def _clock(seconds: int | None) -> str:
+    if seconds is None:
+        return ""
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m"
+
+
+def _render(experiment: "Experiment") -> str:
+    from oelm.config import to_toml
+
+    figures = {key: value for key, value in experiment.published.items() if key != "notes"}
+    width = max(map(len, figures))
+    lines = [f"{experiment.id}: {experiment.title}"]
+    if experiment.variant_of:
+        lines.append(_variant(experiment))
+    lines += ["", to_toml(experiment.config).rstrip(), "", "Published"]
+    lines += [f"  {key:<{width}}  {value}" for key, value in figures.items()]
+    for heading, texts in (("Habits", experiment.habits), ("Notes", experiment.published["notes"])):
+        lines += ["", heading, *(f"  - {text}" for text in texts)]
+    lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
+    return "\n".join(lines)

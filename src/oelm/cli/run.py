@@ -1,0 +1,399 @@
+"""The verbs of a run: train, evaluate, predict, generate, audit, status, logs."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oelm.cli import options as options
+from oelm.errors import AuditError, UserError
+from oelm.system.terminal import console, say
+
+if TYPE_CHECKING:
+    from oelm.config import RunConfig
+    from oelm.training.status import RunStatus
+
+app = typer.Typer()
+
+Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
+
+
+@app.command()
+def train(
+    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
+    task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
+    data: options.Data = None,
+    text: options.Text = None,
+    text_pair: options.TextPair = None,
+    label: options.Label = None,
+    target: options.Target = None,
+    test_file: options.TestFile = None,
+    train_size: options.TrainSize = None,
+    train_on: options.TrainOn = None,
+    max_length: options.MaxLength = None,
+    max_target_length: options.MaxTargetLength = None,
+    tokenizer: options.Tokenizer = None,
+    data_dir: options.DataDir = None,
+    model: options.Model = None,
+    method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
+    lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
+    epochs: options.Epochs = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    batch_tokens: options.BatchTokens = None,
+    precision: options.Precision = None,
+    seed: Annotated[int | None, typer.Option(help="Decides initial values and order.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run's folder; an unfinished run in it is resumed.", callback=options.new_folder
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a folder with a run.")
+    ] = False,
+    stop_after: options.StopAfter = None,
+    stop_at_chance: Annotated[
+        bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Train one model and record everything.
+
+    Examples: oelm train --task sst2 --method oelm --lr 1e-3 --out runs/x; oelm train GPT-02;
+    oelm train --data my.csv --text body --label topic;
+    oelm train --data my.csv --text article --target summary --model t5-small
+    """
+    from oelm.config import FLAGS
+
+    given = locals()
+    flags = {path: given[flag] for flag, path in FLAGS.items() if given[flag] is not None}
+    if stop_at_chance:
+        flags["training.stop_at_chance"] = True
+    run_config = resolve_config(experiment, config, flags, set_ or [])
+    limit = seconds_of(stop_after) if stop_after is not None else None
+    results = run_training(run_config, out or default_folder(run_config), overwrite, limit)
+    if not results:  # another process than the first
+        return
+    if as_json:
+        say(json.dumps(results))
+        return
+    say(summary(results))
+
+
+def resolve_config(
+    experiment: str | None, file: Path | None, flags: dict[str, Any], assignments: list[str]
+) -> "RunConfig":
+    """What is asked for, from the general to the particular: experiment, file, flags, --set."""
+    from oelm.config import from_assignment, make_config, merge, nest, read_toml, update
+
+    values: dict[str, Any] = {}
+    if experiment is not None:
+        from oelm.study.catalogue import experiment_config
+
+        merge(values, experiment_config(experiment).to_dict())
+    if file is not None:
+        values = merge(values, read_toml(file))
+    own = values.get("task", {}).get("tokenizer")
+    own = own if own == values.get("model", {}).get("name") else None
+    particular: dict[str, Any] = {}  # together, so that --steps and --epochs contradict each other
+    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
+        update(particular, part)
+    merge(values, particular)
+    if own and "name" in particular.get("model", {}) and "tokenizer" not in particular.get("task", {}):
+        del values["task"]["tokenizer"]  # the model's own it was, and another model has another
+    return make_config(values, str(file) if file is not None else "options")
+
+
+def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
+    """Prepare the data (one process does, the others wait), then train."""
+    from oelm.inference.trained import prepared_store
+    from oelm.method import Method
+    from oelm.models.build import default_model
+    from oelm.training.loop import train as train_run
+    from oelm.training.parallel import process_state
+    from oelm.training.session import stopping
+
+    Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
+    state = process_state()
+    config.model.name = config.model.name or default_model(state.device)
+    began = time.monotonic()
+    with stopping(stop_after), state.main_process_first():
+        store = prepared_store(config, show=bool(state.is_main_process))
+    if stop_after is not None:  # preparing took some of it
+        stop_after = max(0.001, stop_after - (time.monotonic() - began))
+    return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
+
+
+def default_folder(config: "RunConfig") -> Path:
+    from oelm.training.lineage import short_model_name
+
+    name = config.experiment or "-".join(
+        [
+            Path(str(config.task.name or config.task.data)).stem,
+            short_model_name(config.model.name or "gpt"),
+            config.method.name,
+            f"lr{config.training.lr:g}",
+            f"s{config.training.seed}",
+        ]
+    )
+    return Path("runs") / name
+
+
+def seconds_of(text: str) -> float:
+    """90s, 9m, 1.5h, or plain seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise UserError(f"--stop-after {text!r}: write 90s, 9m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def summary(results: dict[str, Any]) -> str:
+    metric = results["metric"]
+    chosen = "the last one" if results["chosen_on"] == "last" else f"chosen on {results['best']['split']}"
+    measured = results["test"] or results["best"]  # without a test, what validation says
+    split = measured["split"]
+    lines = [
+        f"{results['method']} on {results['task']}: {split} {metric} {measured['metrics'][metric]:.4f} "
+        f"(step {measured['step']} of {results['steps']}, {chosen})"
+    ]
+    for name, splits in results["references"].items():
+        if metric in splits.get(split, {}):
+            lines.append(f"  {name}: {splits[split][metric]:.4f}")
+    lines += [f"  note: {warning}" for warning in results["warnings"]]
+    return "\n".join(lines)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    task: Annotated[str | None, typer.Option(help="Another task.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another file.")] = None,
+    test_file: Annotated[str | None, typer.Option(help="Another file of test rows.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet.")] = None,
+    max_length: options.MaxLength = None,
+    generation: Annotated[
+        bool, typer.Option("--generation", help="How it continues held-out texts.")
+    ] = False,
+    prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
+    tokens: Annotated[
+        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+    ] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: among all.")] = 0,
+    zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
+    template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
+    labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
+    text: options.Text = None,
+    text_pair: options.TextPair = None,
+    label: options.Label = None,
+    limit: Annotated[int | None, typer.Option(help="Classify so many items, not all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
+
+    Examples: oelm evaluate runs/x --split validation; oelm evaluate runs/lm --generation;
+    oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'
+    """
+    from oelm.inference.generation_quality import Writing
+    from oelm.inference.trained import Trained
+
+    given = {"name": task, "data": data, "test_file": test_file, "data_dir": data_dir}
+    changes = {key: value for key, value in (given | {"max_length": max_length}).items() if value is not None}
+    if zero_shot is None and (template or labels or text or text_pair or label or limit):
+        raise UserError(
+            "--template, --labels, --text, --text-pair, --label and --limit belong to --zero-shot"
+        )
+    if zero_shot is not None and template is None:
+        raise UserError("--zero-shot needs a --template, for example '{text} It was'")
+    trained = Trained(run)
+    answer: dict[str, Any] = {}
+    if zero_shot is None or generation or task or data:
+        answer = trained.evaluate(split, show=True, **changes)
+    if generation:
+        writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
+        answer["generation"] = trained.generation(split, writing, **changes)
+    if zero_shot is not None:
+        assert template is not None
+        columns = {"text": text, "text_pair": text_pair, "label": label, "data_dir": data_dir}
+        columns = {key: value for key, value in columns.items() if value is not None}
+        answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
+    say(json.dumps(answer, indent=None if as_json else 1))
+
+
+@app.command()
+def predict(
+    run: Run,
+    file: Annotated[
+        typer.FileBinaryRead, typer.Argument(help="One text per line; - is standard input.")
+    ] = "-",  # type: ignore[assignment]
+) -> None:
+    """Labels, tags, answers or targets for lines of text, as JSONL. Pairs and questions: text, tab, text.
+
+    Example: echo 'a fine film' | oelm predict runs/x
+    """
+    from oelm.inference.trained import Trained
+
+    for answer in Trained(run).predict(_texts(file), lambda text: say(text, err=True)):
+        say(json.dumps(answer, ensure_ascii=False))
+
+
+def _texts(file: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a file, without the mark that some programs write at its beginning."""
+    for number, line in enumerate(file, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise UserError(f"line {number} is not text in UTF-8") from None
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
+    tokens: Annotated[
+        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+    ] = 100,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+) -> None:
+    """Let a language model go on from a prompt, or an encoder-decoder write a target for it.
+
+    Example: oelm generate runs/x 'Once upon a time'
+    """
+    from oelm.inference.trained import Trained
+
+    trained = Trained(run)
+    written = trained.generate(prompt, tokens, temperature, top_k, seed)
+    say(written if trained.writes else prompt + written)
+
+
+@app.command()
+def audit(run: Run, as_json: options.AsJson = False) -> None:
+    """Check that a finished run's frozen weights never moved; exit code 1 where they did.
+
+    Example: oelm audit runs/x
+    """
+    from oelm.inference.trained import Trained
+
+    try:
+        checked = Trained(run).audit()  # to load a model is to audit it, too
+    except AuditError as error:
+        if as_json:
+            say(json.dumps({"problems": error.problems}))
+        raise AuditError(f"{run}: {error}", error.problems) from None
+    if as_json:
+        say(json.dumps(checked.to_dict()))
+        return
+    say(
+        f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
+        f"bit for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
+        f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
+    )
+
+
+@app.command()
+def status(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Runs, or folders with runs below.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """What runs, how far it is, how long it still takes. Example: oelm status runs --watch"""
+    from oelm.training.status import find_runs, gpu_load, run_status
+
+    roots = folders or [Path("runs")]
+    if as_json:
+        say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
+        return
+    from rich.console import Group
+    from rich.live import Live
+
+    def picture() -> Group:
+        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
+
+    screen = console()
+    if not watch:
+        screen.print(picture())
+        return
+    with Live(picture(), console=screen, refresh_per_second=4) as live:
+        while True:
+            time.sleep(2)
+            live.update(picture())
+
+
+def status_table(runs: "list[RunStatus]") -> Any:
+    """One line per run; a terminal of 80 columns is wide enough."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from oelm.training.display import duration
+
+    table = Table(box=None, pad_edge=False)
+    one_task = len({run.task for run in runs}) == 1  # then it need not stand in every line
+    for name in ("run", "status", *(() if one_task else ("task",)), "method", "step", "loss", "best", "left"):
+        table.add_column(
+            name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
+        )
+    colours = {"running": "cyan", "completed": "green", "failed": "red"}
+    for run in runs:
+        table.add_row(
+            Text(re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name)),  # a study's runs end with their key
+            Text(run.status, style=colours.get(run.status, "yellow")),
+            *(() if one_task else (Text(run.task),)),
+            Text(run.method),
+            f"{run.step}/{run.of}" if run.of else "",
+            f"{run.loss:.3g}" if run.loss is not None else "",
+            f"{run.best:.4g}" if run.best is not None else "",
+            duration(run.left_s) if run.left_s is not None else "",
+        )
+    return table
+
+
+@app.command()
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines are written.")] = False,
+) -> None:
+    """A run's log. Example: oelm logs runs/x -f"""
+    from oelm.training.status import is_locked
+
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run, or has logged nothing yet")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while True:
+            line = file.readline()
+            if line.endswith("\n"):
+                say(log_line(line))
+            elif not follow or not is_locked(run):
+                break
+            else:
+                file.seek(file.tell() - len(line.encode()))
+                sys.stdout.flush()
+                time.sleep(0.5)
+
+
+def log_line(line: str) -> str:
+    """One line of metrics.jsonl for people."""
+    try:
+        entry = json.loads(line)
+        if entry["kind"] == "eval":
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
+            return f"step {entry['step']}: {entry['split']} {numbers}"
+        return (
+            f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "
+            f"gradient {entry['grad_norm']:.3g}, {entry['train_time_s']:.1f} s"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"(a damaged line: {line.strip()[:60]})"

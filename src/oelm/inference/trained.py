@@ -1,0 +1,299 @@
+"""Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from oelm.audit import Audit, Fingerprint, audit
+from oelm.config import RunConfig, TaskConfig
+from oelm.convert import load
+from oelm.data import TASKS, Choice, Store
+from oelm.data.catalogue import LM, SEQ2SEQ
+from oelm.data.tasks.objective import make_objective
+from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
+from oelm.errors import UserError
+from oelm.inference.generation_quality import Writing, check_language_model, generation_quality
+from oelm.inference.predict import Targets, answer_lines, check_one_label, writes
+from oelm.inference.zero_shot import make_question, read_items, zero_shot
+from oelm.models.build import refuse_seq2seq
+from oelm.models.fit import agree_on_padding, positions_of, takes_segments
+from oelm.models.gpt_sizes import PRESETS
+from oelm.models.pretrained import load_as_saved, load_config
+from oelm.system.files import read_object
+from oelm.training.display import Display
+from oelm.training.evaluate import evaluate
+from oelm.training.folder import read_config
+from oelm.training.lineage import check_start, model_folder
+from oelm.training.parallel import autocast_of, process_state, resolve_precision
+
+LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
+
+
+def choice_of(task: TaskConfig, model: str | None) -> Choice:
+    """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
+    if bool(task.name) == bool(task.data):
+        raise UserError("name one of task.name (--task) and task.data (--data)")
+    if task.name and task.name not in TASKS:
+        raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
+    if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
+        raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
+    if task.target and model in PRESETS:  # known before anything is prepared
+        refuse_seq2seq(model, SEQ2SEQ)
+    tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
+    return Choice(
+        data=str(task.name or task.data),
+        text=task.text,
+        text_pair=task.text_pair,
+        label=task.label,
+        target=task.target,
+        test_file=task.test_file,
+        train_size=task.train_size,
+        split_seed=task.split_seed,
+        train_on=task.train_on,
+        data_dir=task.data_dir,
+        tokenizer=tokenizer,
+        max_length=task.max_length,
+        max_target_length=task.max_target_length,
+    )
+
+
+def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
+    """A prepared store keeps its own tokenizer: its numbers mean something to a model of the same only."""
+    if store.tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{store.folder} was prepared with another tokenizer than that of {model}")
+
+
+def check_prepared(store: Store, task: TaskConfig) -> None:
+    """A prepared store is what it is: refuse what was asked of it in vain, and record what it holds."""
+    made_with = store.meta["tokenizer"]["name"]
+    if task.train_size or task.train_on or task.test_file:
+        raise UserError(f"{task.data} is prepared already: train_size, train_on and test_file come too late")
+    if task.tokenizer and task.tokenizer != made_with:
+        raise UserError(f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}")
+    if store.kind != "lm":
+        if task.max_length not in (TaskConfig.max_length, store.max_length):
+            raise UserError(
+                f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
+            )
+        task.max_length = store.max_length
+    if task.max_target_length not in (None, store.max_target_length):
+        raise UserError(
+            f"{task.data} was prepared with max_target_length {store.max_target_length}, "
+            f"not {task.max_target_length}"
+        )
+
+
+def prepared_store(config: RunConfig, show: bool) -> Store:
+    """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
+    assert config.model.name is not None
+    config.model.name = model_folder(config.model.name)
+    choice = choice_of(config.task, config.model.name)
+    if config.model.name not in PRESETS:
+        check_start(config.model.name)
+    store = choice.store(show_progress=show)
+    if Path(choice.data) == store.folder:
+        check_prepared(store, config.task)
+        if config.model.name not in PRESETS:
+            check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
+    config.task.tokenizer = store.meta["tokenizer"]["name"]
+    return store
+
+
+class Trained:
+    """A trained model with its tokenizer and, from a run's folder, the run's configuration."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.config: RunConfig | None = read_config(path) if (path / "config.toml").is_file() else None
+        self.folder = path / "model" if self.config is not None else path
+        self.run = path if self.config is not None else None
+        if not (self.folder / "config.json").is_file():
+            what = _no_model(path, self.config) if self.config else "is neither a run nor a saved model"
+            raise UserError(f"{path} {what}")
+        self.device = process_state().device
+        self.model: Any = _load_model(self.folder).to(self.device).eval()
+        self.tokenizer = load_tokenizer(str(self.folder))
+
+    @property
+    def max_length(self) -> int:
+        if self.config is not None:
+            return self.config.task.max_length
+        positions = positions_of(self.model.config) or 512
+        return min(LONGEST, positions, int(self.tokenizer.model_max_length))
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model reads a source and writes a target for it."""
+        return writes(self.model)
+
+    def predict(
+        self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
+    ) -> Iterator[dict[str, Any]]:
+        """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
+
+        Where the model reads pairs, or questions, a line is two texts with a tab between them. In the end it
+        is said how many lines were empty, and how many too long.
+        """
+        return answer_lines(self.model, self.tokenizer, self.max_length, lines, say)
+
+    def store(self, changes: dict[str, Any]) -> Store:
+        """The run's data, or other data read the same way, under the model's own tokenizer."""
+        task = self.config.task if self.config is not None else TaskConfig()
+        if "name" in changes or "data" in changes:
+            changes = {
+                "name": None,
+                "data": None,
+                "test_file": None,
+                "train_size": None,
+                "train_on": None,
+            } | changes
+        task = replace(task, **changes)
+        store = replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
+        check_tokenizer(store, self.tokenizer, str(self.folder))
+        return store
+
+    def evaluate(self, split: str, show: bool = False, **changes: Any) -> dict[str, Any]:
+        """The metrics of a split of the run's data, or of other data: `name=`, `data=`, `test_file=`.
+
+        `show`: progress on stderr.
+        """
+        store = self.store(changes)
+        self._check_kind(store)
+        agree_on_padding(self.model, self.tokenizer)
+        objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
+        objective.segments = takes_segments(self.model)
+        if store.label_names:
+            known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
+            if store.label_names != known:
+                raise UserError(f"the data has the labels {store.label_names}, the model {known}")
+        precision, _ = resolve_precision("auto", self.device)
+        display = Display(split, 0, 0, show, unit="batch")
+        try:
+            measured = evaluate(
+                self.model, objective, split, autocast_of(precision, self.device), display.watch
+            )
+        finally:
+            display.close()
+        return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
+
+    def _check_kind(self, store: Store) -> None:
+        if store.kind == LM:
+            check_language_model(self.model, "a corpus")
+            return
+        check_one_label(self.model)
+        if self.model.can_generate() and not self.writes:
+            raise UserError(
+                f"{self.folder} is a language model, and {store.task} has labels: fine-tune it with "
+                "`oelm train --model`, or ask it with --zero-shot"
+            )
+
+    def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
+        """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
+        store = self.store(changes)
+        if store.kind != LM:
+            raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
+        window = changes.get("max_length", self.max_length)
+        return generation_quality(self.model, self.tokenizer, store[split], window, writing)
+
+    def zero_shot(
+        self, data: str, split: str, template: str, labels: str | None = None, limit: int | None = None,
+        seed: int = 0, **columns: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """How a language model classifies texts it was never trained to classify: `zero_shot`.
+
+        `data` is a task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`).
+        """
+        check_language_model(self.model, "--zero-shot")
+        known = data in TASKS
+        task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
+        items = read_items(choice_of(task, None), split, limit, seed)
+        question = make_question(template, labels, items.names, items.pairs)
+        return zero_shot(self.model, self.tokenizer, items, question, self.max_length) | {"split": split}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
+        """The prompt's continuation, or the target written for it; temperature 0 takes the likeliest token
+        every time."""
+        if new_tokens < 1 or not 0 <= temperature < math.inf or top_k < 1:
+            raise UserError("--tokens and --top-k must be at least 1, --temperature must not be negative")
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise UserError("the prompt is not text in UTF-8")
+        if not self.model.can_generate():
+            raise UserError(f"{self.folder} does not write text: it is of class {type(self.model).__name__}")
+        chosen: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        if self.writes:
+            torch.manual_seed(seed)
+            chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
+            if not prompt.strip():
+                raise UserError("the prompt is empty: there is nothing to write from")
+            reader = Targets(self.model, self.tokenizer, self.max_length)
+            return str(next(reader.answers([prompt], **chosen))["target"])
+        ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
+        room = self._positions() - ids.shape[1]
+        if room < 1:
+            raise UserError(
+                f"the prompt of {ids.shape[1]} tokens leaves no room for new ones: "
+                f"the model knows texts of up to {self._positions()}"
+            )
+        torch.manual_seed(seed)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(new_tokens, room),
+            pad_token_id=pad_id(self.tokenizer),
+            **chosen,
+        )
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """A prompt as a corpus is encoded, without the template's closing: what follows it is text. Where the
+        template begins with a beginning of text (Llama), so does the prompt; an empty one has to."""
+        encoder, bos = Encoder(self.tokenizer, 1 << 30), self.tokenizer.bos_token_id
+        ids = [*(i for i in encoder.single[0] if i == bos), *encoder.ids([prompt])[0]]
+        return ids or [boundary_id(self.tokenizer) if bos is None else bos]
+
+    def _positions(self) -> int:
+        """How long a text can be. Positions past its windows are as random as a run from scratch began."""
+        most = positions_of(self.model.config) or 1 << 30
+        started_here = self.config is not None and self.config.model.name in PRESETS
+        if started_here and self.model.config.positions == "learned":
+            return min(most, self.max_length)
+        return most
+
+    def audit(self) -> Audit:
+        """Check the saved model against the fingerprint taken before the run's first step."""
+        if self.run is None:
+            return audit(self.model)
+        path = self.run / "freeze_audit.json"
+        try:
+            recorded = Fingerprint.from_dict(read_object(path)["fingerprint"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path} is damaged: it holds no fingerprint to compare with") from None
+        return audit(self.model, recorded)
+
+
+def _no_model(run: Path, config: RunConfig) -> str:
+    """Why a run's folder holds no model."""
+    results = read_object(run / "results.json") if (run / "results.json").exists() else {}
+    if results.get("status") != "completed":
+        return "has not finished: it holds no model yet"
+    if not config.training.test:
+        return "is completed, but with training.test = false, as for the choice of a rate, no model is saved"
+    return "is completed, but its model was not kept: study.models says which are (best, all or none)"
+
+
+def _load_model(folder: Path) -> PreTrainedModel:
+    disable_progress_bar()  # loading takes a moment only
+    if getattr(load_config(str(folder)), "oelm", None):
+        return load(str(folder), dtype=torch.float32)
+    return load_as_saved(str(folder), dtype=torch.float32)

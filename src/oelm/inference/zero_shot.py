@@ -1,0 +1,229 @@
+"""Zero-shot classification: which verbalised label does a language model find likeliest after a prompt?
+
+A prompt is the template with the text filled in; every class has a verbaliser, the words that would follow
+if it were right. A class's score is the log-likelihood of its verbaliser's tokens given the prompt:
+
+    sum          of all its tokens: the likelihood of the words themselves
+    mean         per token, so that longer words are not at a disadvantage
+    calibrated   sum, less that of the same words after the template filled with "N/A": how much more likely
+                 the text makes them (Holtzman et al. 2021; Zhao et al. 2021)
+"""
+
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from oelm.data import Choice
+from oelm.data.catalogue import CLASSIFICATION
+from oelm.data.preparation import split_chunks
+from oelm.data.tasks import metrics
+from oelm.data.tokenizer import Encoder, boundary_id, pad_id
+from oelm.errors import UserError
+from oelm.inference.generation_quality import check_language_model
+from oelm.orthogonal import generator
+from oelm.training.evaluate import LOGITS, TOKENS
+
+Array = np.ndarray
+FIELDS = ("text", "text_pair")
+NOTHING = "N/A"  # the text of a prompt that says nothing
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the template, and the words for each class, by the class's name."""
+
+    template: str
+    labels: dict[str, str]
+
+    def prompt(self, texts: Mapping[str, str]) -> str:
+        return self.template.format(**texts)
+
+
+def make_question(template: str, labels: str | None, names: list[str], pairs: bool) -> Question:
+    """A question from the command line's words: `name=words,name=words`; without, " name" for each class."""
+    template = template.replace("\\n", "\n")
+    try:
+        used = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    except ValueError as error:
+        raise UserError(f"--template {template!r}: {error}; write {{{{ for a brace") from None
+    allowed = FIELDS if pairs else FIELDS[:1]
+    if not used or not used <= set(allowed):
+        wanted = " and ".join(f"{{{name}}}" for name in allowed)
+        raise UserError(f"--template {template!r} must hold {wanted}, and no other field")
+    if labels is None:
+        return Question(template, {name: f" {name}" for name in names})
+    given = dict(part.partition("=")[::2] for part in labels.split(","))
+    given = {name.strip(): words for name, words in given.items()}
+    if set(given) != set(names) or not all(words.strip() for words in given.values()):
+        wanted = ",".join(f"{name}= words" for name in names)
+        raise UserError(f"--labels {labels!r} must give words for each class: {wanted!r}")
+    return Question(template, {name: given[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Items:
+    """The texts of a split with their labels, and the most frequent class of the training part."""
+
+    task: str
+    texts: list[dict[str, str]]
+    labels: Array
+    names: list[str]
+    most_frequent: int
+
+    @property
+    def pairs(self) -> bool:
+        return FIELDS[1] in self.texts[0]
+
+
+def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
+    """The rows of a split as texts; with a limit, so many of them, drawn with the seed."""
+    dataset = choice.load()
+    if dataset.kind != CLASSIFICATION:
+        raise UserError(f"--zero-shot needs texts with one label each; {choice.data} is {dataset.kind}")
+    texts: list[dict[str, str]] = []
+    labels: list[int] = []
+    counts = np.zeros(len(dataset.label_names), dtype=np.int64)
+    for part, name, rows, _, chunk in split_chunks(dataset, False):
+        if name == "train":
+            counts += np.bincount(part.labels[rows], minlength=len(counts))
+        if name == split:
+            fields = [field for field in FIELDS if field in chunk]
+            texts += [
+                dict(zip(fields, row, strict=True)) for row in zip(*(chunk[f] for f in fields), strict=True)
+            ]
+            labels += part.labels[rows].tolist()
+    if not texts:
+        raise UserError(f"{choice.data} has no split {split!r}; it has train, validation and test")
+    chosen = np.arange(len(texts))
+    if limit is not None:
+        if limit < 1:
+            raise UserError("--limit must be at least 1")
+        chosen = np.sort(generator(seed, "items").permutation(len(texts))[:limit])
+    return Items(
+        dataset.name, [texts[i] for i in chosen], np.array(labels)[chosen], dataset.label_names,
+        int(counts.argmax()),
+    )  # fmt: skip
+
+
+def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
+    """Accuracy and F1 under each score, beside the most frequent class."""
+    check_language_model(model, "--zero-shot")
+    asker = _Asker(tokenizer, question, window)
+    nothing = dict.fromkeys(items.texts[0], NOTHING)
+    rows = [asker.ask(texts) for texts in [nothing, *items.texts]]
+    sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
+    scores = {
+        "sum": sums[1:],
+        "mean": sums[1:] / counts[1:],
+        "calibrated": sums[1:] - sums[0],
+    }
+    n = len(items.names)
+    majority = np.full_like(items.labels, items.most_frequent)
+    return {
+        "task": items.task,
+        "items": len(items.labels),
+        "template": question.template,
+        "labels": question.labels,
+        "cut": asker.cut,
+        "metrics": {
+            name: metrics.classification(items.labels, values.argmax(1), n) for name, values in scores.items()
+        },
+        "references": {"majority": metrics.classification(items.labels, majority, n)},
+    }
+
+
+Row = list[tuple[list[int], int]]  # for each class all tokens, and how many of them are the prompt's
+
+
+class _Asker:
+    """Prompts with verbalisers as token numbers. Of what is too long the text loses its end."""
+
+    def __init__(self, tokenizer: Any, question: Question, window: int) -> None:
+        self.encoder, self.question, self.window = Encoder(tokenizer, 1 << 30), question, window
+        self.before = self.encoder.single[0] or [boundary_id(tokenizer)]
+        self.cut = 0
+
+    def ask(self, texts: Mapping[str, str]) -> Row:
+        row = self._encoded(texts)
+        if (longest := _longest(row)) > self.window:
+            self.cut += 1
+        while longest > self.window:
+            field = max(texts, key=lambda name: len(texts[name]))
+            # A little shorter than in proportion, so that few rounds are needed.
+            keep = int(len(texts[field]) * self.window / longest * 0.98)
+            if not texts[field]:
+                raise UserError(
+                    f"--template and --labels alone need {longest} positions; this model reads {self.window}"
+                )
+            texts = {**texts, field: texts[field][:keep]}
+            row = self._encoded(texts)
+            longest = _longest(row)
+        return row
+
+    def _encoded(self, texts: Mapping[str, str]) -> Row:
+        prompt = self.question.prompt(texts)
+        alone, *whole = self.encoder.ids(
+            [prompt, *(prompt + words for words in self.question.labels.values())]
+        )
+        # A verbaliser may change how the prompt's last letters are cut into tokens. What counts are all
+        # tokens after those that the prompt has with every verbaliser.
+        shared = min(_in_common(alone, ids) for ids in whole)
+        start = len(self.before)
+        return [([*self.before, *ids], start + shared) for ids in whole]
+
+
+def _in_common(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _longest(row: Row) -> int:
+    return max(len(ids) for ids, _ in row) - 1  # the last token is predicted, not read
+
+
+@torch.no_grad()
+def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
+    """The log-likelihood of every item's verbalisers, summed, and their numbers of tokens."""
+    shape = (len(rows), len(rows[0]))
+    sums, counts = np.zeros(shape), np.zeros(shape)
+    # Verbalisers of one token each share their input, which is then read once.
+    wanted: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for i, row in enumerate(rows):
+        for j, (ids, start) in enumerate(row):
+            counts[i, j] = len(ids) - start
+            wanted.setdefault(tuple(ids[:-1]), []).append((i, j))
+    for batch in _batches(sorted(wanted, key=len), model):
+        length = len(batch[-1])
+        inputs = torch.full((len(batch), length), pad)
+        mask = torch.zeros_like(inputs)
+        for k, given in enumerate(batch):
+            inputs[k, : len(given)], mask[k, : len(given)] = torch.tensor(given), 1
+        out = model(input_ids=inputs.to(model.device), attention_mask=mask.to(model.device), use_cache=False)
+        for k, given in enumerate(batch):
+            for i, j in wanted[given]:
+                ids, start = rows[i][j]
+                logs = out.logits[k, start - 1 : len(given)].float().log_softmax(-1)
+                targets = torch.tensor(ids[start:], device=logs.device)
+                sums[i, j] = float(logs.gather(1, targets[:, None]).double().sum())
+    if not np.isfinite(sums).all():
+        raise UserError("the model gives likelihoods that are not finite; its weights may be damaged")
+    return sums, counts
+
+
+def _batches(inputs: list[tuple[int, ...]], model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """Inputs of about the same length together, as many as memory holds."""
+    most = min(
+        TOKENS, LOGITS.get(model.device.type, 1 << 26) // int(model.config.get_text_config().vocab_size)
+    )
+    group: list[tuple[int, ...]] = []
+    for ids in inputs:
+        if group and (len(group) + 1) * len(ids) > most:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group

@@ -1,0 +1,72 @@
+"""A model's folder: weights, tokenizer and a card that says what it is. There whole or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from oelm.errors import UserError
+from oelm.models.conversion_report import ConversionReport
+from oelm.models.gpt_config import OelmGPTConfig
+from oelm.system.files import delete, folder_beside, sync_files, sync_folder
+
+
+def write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: Any, card: str, weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write a checkpoint of the model's own family; one that is there already is replaced in one step."""
+    disable_progress_bar()  # transformers' own; ours shows what matters
+    with folder_beside(folder) as beside:
+        model.save_pretrained(beside, state_dict=weights)
+        tokenizer.save_pretrained(beside)
+        (beside / "README.md").write_text(card, encoding="utf-8")
+        sync_files(beside)
+        delete(folder)
+        beside.rename(folder)
+    sync_folder(folder.parent)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a place where something is already, before any work is done."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} is not empty: name a new folder, or remove it")
+
+
+def model_card(
+    title: str, model: PreTrainedModel, report: ConversionReport, base_model: str, body: list[str]
+) -> str:
+    """What anyone who finds the model should know: `body` between how it was made and how to load it."""
+    rows = "\n".join(
+        f"| {row.role} | {row.parameters:,} | {row.start} | {row.gain} | {row.frozen} |"
+        for row in report.rows
+    )
+    made = [
+        f"Made with OELM Transformers from `{short_name(base_model)}` by method `{report.method}` "
+        f"(seed {report.seed}): {report.frozen:,} of {report.total:,} parameters "
+        f"({100 * report.frozen_share:.1f} %) are frozen.",
+        f"| part | parameters | starts as | gain | frozen |\n|---|---|---|---|---|\n{rows}",
+    ]
+    head = "---\nlibrary_name: transformers\ntags:\n- oelm\n---"
+    return "\n\n".join([head, f"# {title}", *made, *body, _loading(model)]) + "\n"
+
+
+def short_name(model: str) -> str:
+    """A hub id as it is, a folder by its own name: where it lies is nobody's business."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _loading(model: PreTrainedModel) -> str:
+    name = type(model).__name__
+    if model.config.model_type == OelmGPTConfig.model_type:
+        code = f"import oelm\n\nmodel = oelm.{name}.from_pretrained(path)  # frozen as it was"
+        return f"## Load it\n\nThe reference GPT needs this package.\n\n```python\n{code}\n```"
+    return (
+        "## Load it\n\nAn ordinary checkpoint of its family. Plain transformers loads it, everything "
+        "trainable; OELM Transformers\nbrings it back frozen and checks the frozen weights, bit for bit.\n\n"
+        f"```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained(path)\n\n"
+        "import oelm\n\nmodel = oelm.load(path)  # or oelm.refreeze(model) after the plain load\n```"
+    )

@@ -1,0 +1,365 @@
+"""The reference GPT: language model, classifiers and question answering, as Hugging Face models.
+
+Pre-LayerNorm, GELU, attention projections without bias, feed-forward with bias, learned or rotary
+positions, the language-model head tied to the embedding. Language models attend causally; all
+others attend in both directions.
+
+How every tensor starts, each from a generator keyed by (config.init_seed, its own name), so that two
+models that differ in one tensor share all the others bit for bit:
+
+    token and position embeddings, all projections, task heads   N(0, 0.02^2)
+    LayerNorm weights 1, all biases 0
+    q_proj and k_proj                                            as the method in config.oelm says, if any
+
+Shapes in comments: B texts, T positions, C = d_model.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationMixin,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from oelm.convert import apply_method, refreeze
+from oelm.errors import UserError
+from oelm.method import Method
+from oelm.models.attention import attention_mask_of, rotation_of
+from oelm.models.gpt_block import Block, Embedding, Norm, total
+from oelm.models.gpt_config import OelmGPTConfig
+from oelm.models.lm_loss import causal_lm_loss, shifted
+from oelm.models.pretrained import check_files
+from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
+from oelm.speed.packed import Packing
+from oelm.speed.rows import pick_rows
+
+
+class OelmGPTPreTrainedModel(PreTrainedModel):
+    config_class = OelmGPTConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        path = next((name for name, other in self.named_modules() if other is module), "")
+        path = path.removeprefix(self.base_model_prefix + ".")
+        for suffix, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{suffix}"
+            if isinstance(module, nn.LayerNorm):
+                initialization.constant_(parameter, 1.0 if suffix == "weight" else 0.0)
+            elif suffix == "bias":
+                initialization.zeros_(parameter)
+            elif not getattr(parameter, "_is_hf_initialized", False):
+                initialization.copy_(parameter, self._start(name, parameter.shape))
+
+    def _start(self, name: str, shape: torch.Size) -> Tensor:
+        seed = self.config.init_seed
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # head by head, the same draws as kind "normal"
+            heads, d_model = self.config.num_heads, self.config.d_model
+            blocks = draw_blocks("normal", d_model, heads, d_model // heads, seed=seed, name=name)
+            return torch.from_numpy(to_weight(blocks)).float()
+        return torch.from_numpy(generator(seed, name).standard_normal(shape, dtype="float32") * NORMAL_STD)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if pretrained_model_name_or_path is not None:
+            check_files(str(pretrained_model_name_or_path), **kwargs)
+        kwargs["use_safetensors"] = True
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if model.config.oelm:
+            refreeze(model)  # transformers makes every loaded parameter trainable
+        return loaded
+
+
+class OelmGPTModel(OelmGPTPreTrainedModel):
+    _input_embed_layer = "wte"
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.wte = Embedding(config.vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.wpe = Embedding(config.max_position_embeddings, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
+        self.ln_f = Norm(config.d_model, eps=config.layer_norm_eps)
+        self.causal = True
+        self.post_init()
+        # A config that names a method is honoured when a model is built from it. While `from_pretrained`
+        # builds one on the meta device there is nothing to convert yet; it refreezes after loading.
+        if config.oelm and not self.wte.weight.is_meta:
+            record = config.oelm
+            apply_method(self, Method.from_dict(record["method"]), record["seed"], record["init"])
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool = False,
+        packing: Packing | None = None,
+        rows: Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """With `packing` the input is one row of texts end to end, with positions counted from 0 in each.
+
+        With `rows`, a position for every text counted through all of them, the last block and what follows
+        are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
+        """
+        if packing is not None:
+            self._check_packing(attention_mask, position_ids)
+        x = inputs_embeds if input_ids is None else self.wte(input_ids)  # (B, T, C)
+        if x is None or (inputs_embeds is not None and input_ids is not None):
+            raise UserError("a model is given either input_ids or inputs_embeds")
+        length, device = x.shape[1], x.device
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
+        if attention_mask is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+            # Where nothing is hidden, attention without a mask is faster; a GPU would have to be waited for.
+            attention_mask = None if attention_mask.all() else attention_mask
+        if getattr(past_key_values, "is_compileable", False):
+            raise UserError("a static cache is not supported; leave cache_implementation at its default")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        seen = length + (past_key_values.get_seq_length() if past_key_values is not None else 0)
+        longest = seen if packing is None else packing.longest
+        if self.config.positions == "learned" and longest > self.config.max_position_embeddings:
+            raise UserError(f"{longest} positions, but this model has {self.config.max_position_embeddings}")
+        if position_ids is None:
+            # Padding does not count: a text gives the same result wherever its padding stands.
+            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+            position_ids = (valid.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        mask, causal = None, self.causal
+        if attention_mask is not None or (self.causal and 1 < length < seen):
+            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+            mask, causal = attention_mask_of(valid, length, self.causal), False
+        rotation = late = None
+        if self.config.positions == "learned":
+            late = self.wpe(position_ids, packing)
+        else:
+            head_dim = self.config.d_model // self.config.num_heads
+            rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
+        if self.dropout.p and self.training:
+            x, late = self.dropout(total(x, late)), None
+        hidden: list[Any] = []
+        for block in self.h:
+            if output_hidden_states:
+                hidden.append(total(x, late))
+            wanted = rows if block is self.h[-1] else None
+            x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
+        _, x = self.ln_f(x, late)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+    def _check_packing(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+        if self.causal or attention_mask is not None or position_ids is None:
+            raise UserError("packed texts are for bidirectional models, with position_ids and without a mask")
+        if self.training and self.config.attention_dropout:
+            raise UserError("packed attention knows no attention dropout; set attention_dropout = 0 or pad")
+
+
+class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.transformer = OelmGPTModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Labels are the input ids, shifted here; `shift_labels` are shifted already. -100 is ignored.
+
+        While training with labels the loss is computed in chunks and `logits` is None: they would be the
+        largest tensor by far. `skip_logits` decides it either way. Only the loss in chunks knows
+        `label_smoothing` and the `reduction`s "sum" and "none" (every position's loss, without gradient).
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        out = self.transformer(input_ids, attention_mask, use_cache=use_cache, **kwargs)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = out.last_hidden_state[:, keep, :]
+        targets = shifted(labels) if labels is not None and shift_labels is None else shift_labels
+        # Another head (an adapter's, a sharded one) or a loss of the user's own must be called, not imitated.
+        ours = type(self.lm_head) is nn.Linear and self.loss_function is ForCausalLMLoss
+        if skip_logits is None:
+            skip_logits = self.training and targets is not None and ours
+        logits, loss = None, None
+        if skip_logits:
+            if targets is None or not ours:
+                raise UserError("skip_logits needs labels, and the model's own lm_head and loss_function")
+            options = (num_items_in_batch, label_smoothing, reduction)
+            loss = causal_lm_loss(hidden, self.lm_head.weight, targets, *options)
+        else:
+            if label_smoothing or reduction != "mean":
+                raise UserError("label_smoothing and reduction need skip_logits=True")
+            logits = self.lm_head(hidden)
+            if targets is not None:
+                args = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+                loss = self.loss_function(logits=logits, num_items_in_batch=num_items_in_batch, **args)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+
+def cross_entropy(logits: Tensor, labels: Tensor | None) -> Any:
+    """The mean over the labels that count (not -100), in float32; None without labels."""
+    return None if labels is None else F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+class _Bidirectional(OelmGPTPreTrainedModel):
+    """What the models that read a whole text share: attention in both directions, dropout, a linear head."""
+
+    accepts_loss_kwargs = False  # Hugging Face's Trainer must divide by its accumulation steps itself
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        super().__init__(config)
+        self.transformer = OelmGPTModel(config)
+        self.transformer.causal = False
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.d_model, int(config.num_labels or 0))
+        self.post_init()
+
+
+class OelmGPTForSequenceClassification(_Bidirectional):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        packing: Packing | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if tokens is None:
+            raise UserError("a model is given either input_ids or inputs_embeds")
+        rows = None
+        if self.config.pooling == "last":
+            rows = self._last_rows(tokens.shape[0], tokens.shape[1], tokens.device, attention_mask, packing)
+        # What no pooled token depends on is not computed, unless somebody wants to see it.
+        early = None if kwargs.get("output_hidden_states") else rows
+        out = self.transformer(input_ids, attention_mask, packing=packing, rows=early, **kwargs)
+        x = out.last_hidden_state
+        if rows is not None:
+            pooled = (x if early is not None else pick_rows(x, rows)).flatten(0, 1)
+        elif packing is not None:
+            pooled = _mean_packed(x[0], packing.bounds.long())
+        else:
+            valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
+            weight = valid.float()[..., None]
+            pooled = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
+        logits = self.classifier(self.dropout(pooled))
+        return SequenceClassifierOutput(
+            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+        )
+
+    def _last_rows(
+        self, texts: int, length: int, device: torch.device, mask: Tensor | None, packing: Packing | None
+    ) -> Tensor:
+        """Where the last token of every text is, counted through all texts; anywhere for one without."""
+        if packing is not None:
+            return (packing.bounds[1:].long() - 1).clamp(min=0)
+        first = torch.arange(texts, device=device) * length
+        if mask is None:
+            return first + length - 1
+        return first + (mask.long() * torch.arange(length, device=device)).argmax(1)
+
+
+def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
+    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
+    text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+    sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
+    return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
+
+
+class OelmGPTForTokenClassification(_Bidirectional):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """-100 among the labels is ignored."""
+        out = self.transformer(input_ids, attention_mask, **kwargs)
+        logits = self.classifier(self.dropout(out.last_hidden_state))
+        return TokenClassifierOutput(
+            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+        )
+
+
+class OelmGPTForQuestionAnswering(_Bidirectional):
+    """Two scores per token: the answer starts here, the answer ends here."""
+
+    def __init__(self, config: OelmGPTConfig) -> None:
+        config.num_labels = 2
+        super().__init__(config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        out = self.transformer(input_ids, attention_mask, **kwargs)
+        start, end = self.classifier(self.dropout(out.last_hidden_state)).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            # An answer outside this window of its document does not count.
+            places = [
+                p.where((p >= 0) & (p < start.shape[1]), -100) for p in (start_positions, end_positions)
+            ]
+            loss = (cross_entropy(start, places[0]) + cross_entropy(end, places[1])) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
+        )
+
+
+AutoConfig.register(OelmGPTConfig.model_type, OelmGPTConfig)
+AutoModel.register(OelmGPTConfig, OelmGPTModel)
+AutoModelForCausalLM.register(OelmGPTConfig, OelmGPTForCausalLM)
+AutoModelForSequenceClassification.register(OelmGPTConfig, OelmGPTForSequenceClassification)
+AutoModelForTokenClassification.register(OelmGPTConfig, OelmGPTForTokenClassification)
+AutoModelForQuestionAnswering.register(OelmGPTConfig, OelmGPTForQuestionAnswering)

@@ -1,0 +1,81 @@
+"""LoRA as a reference arm: low-rank adapters beside q and v, by PEFT, in a model that keeps its class.
+
+What trains is the adapters and the task's head. The state dict is the vanilla one with the adapters merged,
+so that whatever saves the model saves an ordinary checkpoint.
+"""
+
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from oelm.errors import UserError
+from oelm.models.families import find_sites
+from oelm.models.gpt_config import OelmGPTConfig
+
+ADAPTED = ("q", "v")
+NAME = "default"  # PEFT's, for the one adapter there is
+
+
+def check_lora(model: nn.Module) -> None:
+    """Refuse, before the model is touched, where adapters cannot be had."""
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("method lora needs PEFT, which is not installed: pip install peft")
+    if model.config.model_type == OelmGPTConfig.model_type:  # type: ignore[union-attr]
+        raise UserError("method lora is for pretrained architectures, not for the reference GPT")
+
+
+def add_lora(model: nn.Module, rank: int, seed: int) -> None:
+    """Put adapters of this rank, scaled by 2, beside every q and v. They change no output yet: B is zero."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    sites = [site for site in find_sites(model) if site.role in ADAPTED]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted({site.path for site in sites}),
+        fan_in_fan_out=isinstance(sites[0].module, Conv1D),
+    )
+    trains = {name: p.requires_grad for name, p in model.named_parameters()}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():  # PEFT freezes all else: the method decides that
+        parameter.requires_grad_(trains.get(plain_name(name), True))
+    for layer in adapted_layers(model).values():
+        layer.register_state_dict_post_hook(_save_merged)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The projections with an adapter, by their paths."""
+    return {path: m for path, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")}
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if ".lora_" in name]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged(layer: Any) -> nn.Module:
+    """The projection itself, with what its adapter learned."""
+    with torch.no_grad():
+        layer.base_layer.weight += layer.get_delta_weight(NAME)
+    return layer.base_layer
+
+
+def _save_merged(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        value = state.pop(key)
+        kind = key.removeprefix(f"{prefix}base_layer.")
+        if kind == "weight":
+            value = value.detach() + layer.get_delta_weight(NAME).detach()
+        if kind in ("weight", "bias"):
+            state[prefix + kind] = value

@@ -1,0 +1,214 @@
+"""Load a checkpoint from a folder or the hub, and refuse one that is not what its config says.
+
+Only safetensors are read, and no code that comes with a checkpoint is run. transformers fills what a file
+lacks with random numbers and drops what it has too much; here both are errors, but for a new task's head.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from oelm.errors import AuditError, UserError
+from oelm.models.families import family_row
+from oelm.models.weights import check_weights, quantised
+from oelm.system.files import is_out_of_memory
+
+HUB_ARGUMENTS = (
+    "subfolder",
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+)
+# Whatever else a caller wants. Sizes that do not match are told here, by name.
+ALWAYS = {
+    "use_safetensors": True,
+    "trust_remote_code": False,
+    "ignore_mismatched_sizes": True,
+    "output_loading_info": True,
+}
+LAYER = re.compile(r"\.\d+\.")
+
+
+def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `from_pretrained`'s arguments that say where a checkpoint is."""
+    return {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+
+
+def load_config(name: str, **hub: Any) -> PreTrainedConfig:
+    """A checkpoint's config; `hub` says where it is."""
+    import oelm.models.gpt  # noqa: F401 - registers the reference GPT
+
+    path = str(name)
+    if not Path(path).is_dir() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise UserError(f"{name}: there is no such folder")  # and no such name on the hub can be: not asked
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
+    except Exception as error:  # a broken file, the hub and the network fail in many ways
+        if is_out_of_memory(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise _own_code(name) from None
+        raise UserError(f"{name} is not a model that can be loaded: {_one_line(error)}") from None
+    if getattr(config, "auto_map", None):
+        raise _own_code(name)
+    if getattr(config, "quantization_config", None):
+        raise quantised(name, "config.json has a quantization_config")
+    return config
+
+
+def check_checkpoint(name: str) -> None:
+    """Refuse, before anything is prepared for it, a checkpoint that cannot be read or converted."""
+    family_row(load_config(name).model_type)
+    check_files(name)
+
+
+def check_files(name: str, **kwargs: Any) -> None:
+    """Refuse a checkpoint whose weights are not safetensors of its own. `kwargs` are `from_pretrained`'s."""
+    hub = hub_arguments(kwargs)
+    check_weights(name, hub, getattr(load_config(name, **hub), "transformers_weights", None))
+
+
+def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
+    """A whole checkpoint in the class that saved it, its task's head included. Nothing is frozen."""
+    import oelm.models.gpt as gpt
+
+    config = load_config(name, **hub_arguments(kwargs))
+    architecture = (config.architectures or [""])[0]
+    cls = getattr(gpt, architecture, None) or getattr(transformers, architecture, None)
+    if cls is None:
+        named = f"the architecture {architecture!r}, which transformers does not know"
+        raise UserError(f"{name}: config.json names {named if architecture else 'no architecture'}")
+    return load_checkpoint(cls, name, new_head=False, **kwargs)[0]
+
+
+def load_checkpoint(
+    cls: Any, name: str, *, new_head: bool, **kwargs: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """A model of this class, or of this Auto class, with a checkpoint's weights.
+
+    Also returned: the names of what is not from the checkpoint. Only with `new_head` may there be any, and
+    then it is the task's head alone.
+    """
+    check_files(name, **kwargs)
+    with _quiet():
+        try:
+            model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
+                raise
+            raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
+    shapes = {key: (tuple(found), tuple(wanted)) for key, found, wanted in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - set(shapes)
+    heads = _heads(model, missing, shapes if "num_labels" in kwargs else ()) if new_head else set()
+    for key, (found, wanted) in sorted(shapes.items()):
+        if key not in heads:
+            raise _mismatch(name, f"{key} has the shape {found}, but its config says {wanted}")
+    if lost := sorted(missing - heads):
+        raise _mismatch(name, f"{_count(lost, 'tensor')} of {type(model).__name__} not there: {lost[0]}")
+    if spare := _spare(model, info["unexpected_keys"], every=not new_head):
+        raise _mismatch(name, f"{_count(spare, 'tensor')} its config has no place for: {spare[0]}")
+    return model, heads
+
+
+def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[str]) -> set[str]:
+    """Those of the tensors that are not from the checkpoint which may start anew: a head's.
+
+    A head lies beside the base model; where the base model has no name of its own, as in some T5s, it is a
+    part of which nothing was saved. A pooler is inside the base model, and some tasks save none.
+    """
+    prefix = f"{model.base_model_prefix}."
+    names = [name for name, _ in model.named_parameters()]
+    saved = {name.partition(".")[0] for name in names if name not in missing}
+    embedding = model.get_input_embeddings().weight
+    found = {
+        name
+        for name in missing
+        if (
+            name.removeprefix(prefix).startswith("pooler.")
+            if name.startswith(prefix)
+            else name.partition(".")[0] not in saved and model.get_parameter(name) is not embedding
+        )
+    }
+    return found | {name for name in shapes if not name.startswith(prefix) and not LAYER.search(name)}
+
+
+@torch.no_grad()
+def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
+    """Start anew the last matrix of a task's head, as transformers starts one that a checkpoint lacks.
+
+    The names of its tensors; nothing is done where they are among the `new` ones already.
+    """
+    prefix = f"{model.base_model_prefix}."
+    path = [
+        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
+    ][-1]
+    head = model.get_submodule(path)
+    names = {f"{path}.{name}" for name, _ in head.named_parameters()}
+    if names <= set(new):
+        return set()
+    for name, parameter in model.named_parameters():
+        parameter._is_hf_initialized = name not in names  # type: ignore[attr-defined]
+    model._init_weights(head)
+    while path:  # some families start a head from the module that holds it
+        path = path.rpartition(".")[0]
+        model._init_weights(model.get_submodule(path))
+    return names
+
+
+def _spare(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
+    """What a checkpoint has too much: `every` tensor without a place, or only layers beyond the config's.
+
+    Another task's head, and buffers that older versions saved, are left behind by every fine-tuning.
+    """
+    buffers = (".position_ids", ".attn.bias", ".masked_bias", ".inv_freq")
+    if every:
+        return sorted(name for name in unexpected if not name.endswith(buffers))
+    prefix = f"{model.base_model_prefix}."
+    known = {LAYER.sub(".*.", name.removeprefix(prefix)) for name in model.state_dict()}
+    return sorted(name for name in unexpected if LAYER.sub(".*.", name.removeprefix(prefix)) in known)
+
+
+def _own_code(name: str) -> UserError:
+    return UserError(
+        f"{name} asks for code of its own (auto_map in config.json), which is never run here: use a "
+        "checkpoint of an architecture that transformers has"
+    )
+
+
+def _mismatch(name: str, what: str) -> UserError:
+    return UserError(f"{name} does not match its config: {what}")
+
+
+def _count(names: list[str], what: str) -> str:
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
+
+
+def _one_line(error: BaseException) -> str:
+    """An error's first line: what libraries add below it is for their own users."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report on loading, and its progress bar: what matters is said here."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

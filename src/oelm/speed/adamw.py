@@ -1,0 +1,211 @@
+"""AdamW whose step is one kernel for all weights, where their gradients lie end to end in one array.
+
+For a small model on a fast GPU the optimizer is a quarter of a step, all of it waiting for memory. With
+PyTorch's fused AdamW gradients are read to measure them, read and written when they are clipped, and weights
+are read once more to make half-precision copies. In `speed/kernels/adamw_triton.py` gradients are read twice, all
+else is read and written once, and there are three launches however many weights there are. (Gradients that
+nobody widens, such as an embedding's, are moved to the array first.)
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oelm.data.tasks.objective import pinned
+
+try:
+    from oelm.speed.kernels import adamw_triton
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    adamw_triton = None  # type: ignore[assignment]
+
+VECTOR_BYTES = 16
+CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
+
+
+def can_be_own(weights: Iterable[Tensor]) -> bool:
+    """Whether AdamW of these weights can be our own."""
+    return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
+
+
+def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
+    """Whether the kernels can have a weight: they read and write vectors of numbers."""
+    if adamw_triton is None or not (weight.is_cuda or adamw_triton.INTERPRETED):
+        return False
+    tensors = (weight,) if copy is None else (weight, copy)
+    return weight.dtype == torch.float32 and all(
+        tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0 for tensor in tensors
+    )
+
+
+def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """0, or 1 from the first step on whose gradients are not finite: that step and all later ones change
+    nothing, and `fused` optimizers look here."""
+    if not hasattr(optimizer, "found_inf"):
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    return optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def fresh_state(weight: Tensor) -> dict[str, Tensor]:
+    """What AdamW keeps of a weight before its first step."""
+    moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": weight.new_zeros((), dtype=torch.float32), **moments}
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """PyTorch's, unless it is told to `gather` all gradients before a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "weights"):  # a copy was made; `load_state_dict` comes here, too
+            self._begin()
+
+    def _begin(self) -> None:
+        self.weights: list[nn.Parameter] = []  # those that train
+        self.array: Tensor | None = None  # their gradients
+        self.together = False  # whether their gradients lie end to end, and nothing else has one
+        self.copies: dict[int, Tensor] = {}  # of weights, by their ids, to be kept up to date
+        self.clip = 0.0  # the largest norm of the gradients; 0: any
+        self.made_of: list[list[float]] = []  # what the tables were made of: addresses, above all
+
+    def rooms(self) -> dict[int, Tensor]:
+        """A new place for every weight's gradient, by the weight's id: one behind the other."""
+        if not self.weights:
+            return {}
+        self.array = self.weights[0].new_empty(self.total)
+        return {id(weight): self._place(n) for n, weight in enumerate(self.weights)}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            self.array = None  # its memory is free for what the next step computes
+
+    def _place(self, n: int) -> Tensor:
+        assert self.array is not None
+        weight, first = self.weights[n], self.firsts[n]
+        return self.array[first : first + weight.numel()].view_as(weight)
+
+    def _is_plain(self) -> bool:
+        """Whether all groups take the steps that the kernels know."""
+        shared = {(tuple(group["betas"]), group["eps"]) for group in self.param_groups}
+        return len(shared) == 1 and not any(g["maximize"] or g["amsgrad"] for g in self.param_groups)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Have the gradients that lie elsewhere in their places, too. The first time says what trains."""
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        fit = self._is_plain() and all(_is_for(p, self.copies.get(id(p))) for p in found)
+        if found and not self.weights and fit:
+            aligned = adamw_triton.ALIGNED
+            ends = np.cumsum([-(-weight.numel() // aligned) * aligned for weight in found])
+            self.weights, self.firsts, self.total = found, [0, *ends[:-1].tolist()], int(ends[-1])
+        self.together = fit and bool(found) and list(map(id, found)) == list(map(id, self.weights))
+        if not self.together:
+            return
+        if self.array is None:
+            self.rooms()
+        assert self.array is not None
+        placed: list[Tensor] = []
+        strays: list[Tensor] = []
+        for n, weight in enumerate(self.weights):
+            assert weight.grad is not None
+            if weight.grad.data_ptr() != self.array.data_ptr() + 4 * self.firsts[n]:
+                strays.append(weight.grad)
+                weight.grad = self._place(n)
+                placed.append(weight.grad)
+        if placed:
+            torch._foreach_copy_(placed, strays)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.together:
+            return super().step(closure)
+        assert closure is None and self.array is not None
+        group = self.param_groups[0]
+        self.norm = adamw_triton.step_(
+            *self._tables(), self.array, fault_of(self), tuple(group["betas"]), group["eps"], self.clip
+        )
+        return None
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the kernels want to know of the weights; made anew where something has moved. A step that was
+        recorded goes on with what was there then."""
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        found = []
+        for weight in self.weights:
+            state = self.state[weight]
+            if not state:
+                state |= fresh_state(weight)
+            copy, group = self.copies.get(id(weight)), groups[id(weight)]
+            assert isinstance(group["lr"], Tensor)  # of a step that can be recorded
+            tensors = (weight, state["exp_avg"], state["exp_avg_sq"], state["step"], group["lr"])
+            places = [*(t.data_ptr() for t in tensors), 0 if copy is None else copy.data_ptr()]
+            found.append([*places, group["weight_decay"]])
+        if found != self.made_of:
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("what the optimizer keeps was moved just before a step was recorded")
+            self.tables, self.made_of = self._make_tables(found), found
+        return self.tables
+
+    def _make_tables(self, found: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
+        places = np.array([row[:6] for row in found], dtype=np.int64)
+        piece, sizes = adamw_triton.PIECE, np.array([weight.numel() for weight in self.weights])
+        counts = -(-sizes // piece)
+        number = np.repeat(np.arange(len(sizes)), counts)
+        begin = piece * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+        pieces = np.zeros((len(number), adamw_triton.COLUMNS), dtype=np.int64)
+        pieces[:, :3] = places[number, :3] + 4 * begin[:, None]
+        pieces[:, 3] = np.where(places[number, 5] > 0, places[number, 5] + 2 * begin, 0)
+        pieces[:, 4] = np.array(self.firsts)[number] + begin
+        pieces[:, 5] = np.minimum(sizes[number] - begin, piece)
+        pieces[:, 6] = number
+        logs = [math.log2(beta) if beta else -math.inf for beta in self.param_groups[0]["betas"]]
+        constants = np.array([(row[6], *logs) for row in found])
+        tables = map(torch.from_numpy, (pieces, places[:, 3:5].copy(), constants))
+        device = self.weights[0].device
+        one, two, three = (pinned(table, device).to(device, non_blocking=True) for table in tables)
+        return one, two, three
+
+
+def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tensor:
+    """What `coast_` wants to know of every step."""
+    beta1, beta2 = group["betas"]
+    numbers = range(taken + 1, taken + len(rates) + 1)
+    return torch.tensor(
+        [
+            (rate * group["weight_decay"], rate / (1 - beta1**n), (1 - beta2**n) ** 0.5)
+            for n, rate in zip(numbers, rates, strict=True)
+        ]
+    )
+
+
+def coast(
+    weight: Tensor, mean: Tensor, square: Tensor, rates: list[float], taken: int, counter: Tensor,
+    group: dict[str, Any],
+) -> None:  # fmt: skip
+    """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far: until
+    they have taken as many as `counter` has counted. (Steps after a fault are not counted.)"""
+    (beta1, beta2), eps = group["betas"], group["eps"]
+    if weight.is_cuda and adamw_triton is not None:
+        steps = pinned(coefficients(rates, taken, group), weight.device)
+        steps = steps.to(weight.device, non_blocking=True)
+        adamw_triton.coast_(weight, mean, square, steps, counter, taken, beta1, beta2, eps)
+        return
+    rates = rates[: int(counter) - taken]
+    counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
+    nothing = weight.new_zeros(min(CHUNK, weight.numel()))
+    for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
+        for count, rate in zip(counts, rates, strict=True):
+            torch._fused_adamw_(
+                [w], [nothing[: len(w)]], [m], [v], [], [count],
+                lr=rate, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip

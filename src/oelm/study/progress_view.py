@@ -1,0 +1,118 @@
+"""What a user sees of a study while it works: one table that stays in place, or a line per run."""
+
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from oelm.study.matrix import Cell, Matrix
+from oelm.study.scheduler import Progress
+from oelm.system.terminal import console, say
+from oelm.training.display import duration
+from oelm.training.status import run_status
+
+
+class Live:
+    """Shows a study's progress on standard error; `show` is what a Runner calls."""
+
+    def __init__(self) -> None:
+        self.began, self.first_done = time.monotonic(), -1
+        self._live: Any = None
+
+    def __enter__(self) -> "Live":
+        if sys.stderr.isatty():
+            from rich.live import Live as RichLive
+
+            self._live = RichLive(console=console(stderr=True), refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: Progress) -> None:
+        if self.first_done < 0:
+            self.first_done = progress.done
+            if self.first_done:
+                self._say(f"{self.first_done} runs are there already")
+        for line in progress.news:
+            self._say(line if self._live is not None else f"{line}; {self._summary(progress)}")
+        progress.news.clear()
+        if self._live is not None:
+            self._live.update(self._picture(progress))
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            say(text, err=True)
+
+    def _summary(self, progress: Progress) -> str:
+        # A run may have written its results before its process has said so: it is done, not running.
+        running = [run for run in progress.running if run.cell not in run.setting.scores]
+        expected = progress.done + len(running) + len(progress.waiting) + expected_later(progress)
+        text = f"{progress.done} of {expected} runs"
+        made = progress.done - self.first_done
+        if made > 0:
+            half = len(running) / 2  # on average a running run is half done
+            left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)
+            text += f", about {duration(left)} left"
+        return text
+
+    def _picture(self, progress: Progress) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False)
+        for name in ("task", "method", "choosing", "rate", "measured", "test mean"):
+            table.add_column(name, justify="left" if name in ("task", "method") else "right", no_wrap=True)
+        for setting, matrix in zip(progress.settings, progress.matrices, strict=True):
+            for method in setting.study.methods:
+                table.add_row(Text(setting.task), Text(method), *_cells(setting, matrix, method))
+        running = Table(box=None, pad_edge=False, show_header=False)
+        for run in progress.running:
+            state = run_status(run.folder) if (run.folder / "config.toml").exists() else None
+            step = f"{state.step}/{state.of}" if state and state.of else "starting"
+            left = f"{duration(state.left_s)} left" if state and state.left_s is not None else ""
+            running.add_row(Text(run.name), step, left)
+        failed = [Text(f"FAILED {name}", style="red") for name in progress.failed]
+        return Group(table, Text(), running, *failed, Text(self._summary(progress), style="bold"))
+
+
+def expected_later(progress: Progress) -> int:
+    """Measured runs that a choice still to be made will ask for."""
+    undecided = [
+        setting
+        for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
+        if not matrix.decided
+    ]
+    return sum(len(setting.study.methods) * len(setting.study.seeds) for setting in undecided)
+
+
+def _cells(setting: Any, matrix: Matrix, method: str) -> list[str]:
+    of_method: list[Cell] = [cell for cell in matrix.needed if cell.method == method]
+    choosing = [cell for cell in of_method if cell.choosing]
+    measured = [cell for cell in of_method if not cell.choosing]
+    done = lambda cells: sum(cell in setting.scores for cell in cells)  # noqa: E731
+    rate = matrix.chosen.get(method)
+    tests = [setting.tests[cell] for cell in measured if cell in setting.tests]
+    return [
+        f"{done(choosing)}/{len(choosing)}" if choosing else "",
+        f"{rate:g}" if rate is not None else "",
+        f"{done(measured)}/{len(setting.study.seeds)}",
+        f"{fmean(tests):.4f}" if tests else "",
+    ]
+
+
+def kept_models(progress: Progress, root: Path) -> list[tuple[str, Path]]:
+    """The trained models that were kept: what they are, and where."""
+    found = []
+    for setting, matrix in zip(progress.settings, progress.matrices, strict=True):
+        for cell in matrix.needed:
+            folder = setting.folder(root, cell) / "model"
+            if folder.is_dir():
+                found.append((f"{cell.method} on {setting.task}", folder))
+    return found

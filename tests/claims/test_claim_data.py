@@ -1,0 +1,84 @@
+"""The claims as data: the published figures, and sentences in two languages."""
+
+import re
+import string
+from pathlib import Path
+
+import pytest
+
+from oelm.claims import cases as claim_cases
+from oelm.claims import data as claim_data
+from oelm.claims import learning_rates as claim_rates
+from oelm.claims import verdicts as claims
+from oelm.study.catalogue import get_experiment
+from oelm.study.result_types import PROBLEMS
+from tests.claims.claim_records import MEDIUM, QK
+
+
+def published(id: str, key: str) -> float:
+    return float(get_experiment(id).published[key])
+
+
+def test_the_published_figures_are_those_of_the_reports():
+    known = {claim.id: claim for claim in claim_data.read_claims()}
+    figures = {
+        "C1": {"imdb": 7.14, "ag_news": 5.69, "xnli": 11.60},
+        "C3": {"xnli": 1.08, "sst2": 98.0, "mnli": 98.5},
+        "C4": {"tinystories": 9.8, "openwebtext": 14.9, "wikitext-103": 15.5, "any": None},
+        "C5": {"any": 6.0},
+    }  # fmt: skip
+    for id, parts in figures.items():
+        assert {task: part.published for task, part in known[id].parts.items()} == parts
+    every = [part for claim in known.values() for part in claim.parts.values()]
+    assert {part.share for part in every if part.measure in ("points", "saving")} == {0.5}
+    assert {part.above for part in every if part.measure == "increase"} == {5.0}
+    assert all(part.above == part.published for part in every if part.measure == "kept")
+    assert all(part.at_margin for part in every if part.measure == "difference")
+    assert known["C9"].frozen == {"gpt": 7.0, "bert": 12.9}
+    assert known["C8"].ratio == [3.0, 5.0]
+    assert list(known) == [f"C{i}" for i in range(1, 11)]
+    for family, model in claim_data.claim_data()["sizes"].items():
+        total, frozen = QK[model]
+        assert round(100 * frozen / total, 1) == known["C9"].frozen[family]
+
+
+def test_the_published_figures_follow_from_the_experiments():
+    """Each figure again, from the two published runs it was computed from."""
+    seen = 0
+    for claim in claim_data.read_claims():
+        for task, part in claim.parts.items():
+            if not part.experiments:
+                continue
+            ours, theirs = part.experiments
+            if task != "any":
+                assert {get_experiment(id).config["task"]["name"] for id in part.experiments} == {task}
+            if part.measure in ("points", "kept"):
+                a, b = (published(id, "best_accuracy") for id in part.experiments)
+                figure = 100 * (a - b) if part.measure == "points" else 100 * a / b
+            else:
+                a, b = (published(id, "perplexity") for id in part.experiments)
+                if part.measure == "saving_per_parameter":
+                    a, b = a / (QK[MEDIUM][0] - QK[MEDIUM][1]), b / QK[MEDIUM][0]
+                    assert (f"{b:.2e}", f"{a:.2e}") == ("9.22e-08", "1.12e-07")
+                figure = 100 * (a / b - 1) if part.measure == "increase" else 100 * (b / a - 1)
+            assert part.published == pytest.approx(figure, abs=0.055), (claim.id, ours, theirs)
+            seen += 1
+    assert seen == 11
+    (c6,) = (claim for claim in claim_data.read_claims() if claim.id == "C6")
+    assert c6.parts["any"].published == pytest.approx(100 * (1.19 / 1.098 - 1), abs=0.05)
+
+
+def test_every_sentence_says_the_same_in_both_languages():
+    data = claim_data.claim_data()
+    groups = {"words": data["words"], **{f"control {k}": v for k, v in data["controls"].items()}}
+    for group, sentences in groups.items():
+        for key, (english, chinese) in sentences.items():
+            names = [{name for _, name, _, _ in string.Formatter().parse(text) if name}
+                     for text in (english, chinese)]  # fmt: skip
+            assert names[0] == names[1], (group, key)
+    assert data["problems_zh"].keys() == PROBLEMS.keys()
+    assert set(data["verdicts"]) == {"supported", "refuted", "not decided"}
+    source = "".join(Path(str(m.__file__)).read_text() for m in (claims, claim_cases, claim_rates))
+    used = set(re.findall(r'"(\w+)"', source)) | {f"published_{w}" for w in ("inside", "above", "below")}
+    used |= {"with_gpt", "with_bert", "with_gpt_bert"} | claim_cases.MEASURES.keys()
+    assert data["words"].keys() <= used

@@ -1,0 +1,113 @@
+"""Compiles every kernel for a Hopper GPU, without one. Run by test_interpreted.py."""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
+
+from oelm.speed.kernels import (
+    adamw_triton,
+    attention_triton,
+    cross_entropy_triton,
+    gelu_triton,
+    joint_triton,
+    norm_triton,
+    one_query_triton,
+    positions_triton,
+    rows_triton,
+    value_only_triton,
+)
+
+SHARED_MEMORY = 99 * 1024  # what a program can have on every GPU that knows bfloat16
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+driver.set_active(Hopper())
+
+
+def check(kernel: triton.JITFunction, *args: object, **kwargs: object) -> None:
+    made = kernel.warmup(*args, grid=(1,), **kwargs)
+    assert made.metadata.shared <= SHARED_MEMORY, (kernel, kwargs, made.metadata.shared)
+    assert "cubin" in made.asm
+
+
+numbers, bounds = MockTensor(torch.float32), MockTensor(torch.int32)
+for head_dim in (64, 128):
+    width = 8 * head_dim
+    for dtype in (torch.bfloat16, torch.float32):
+        x = MockTensor(dtype)
+        row = (3 * width, head_dim, 1)
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": one_query_triton.BLOCK}
+        check(one_query_triton._one_query_kernel, x, x, x, x, numbers, *[row] * 4, bounds, 0.1, **sizes)
+        check(
+            one_query_triton._one_query_backward_kernel,
+            *[x] * 4, numbers, *[x] * 4, *[row] * 7, bounds, 0.1, 0.1, **sizes,
+        )  # fmt: skip
+        for causal in (False, True):
+            batch = 1 if not causal else 4
+            like = torch.empty(batch, 8, 4096, head_dim, dtype=dtype, device="meta")
+            cu_seqlens = None if causal else torch.empty(9, dtype=torch.int32, device="meta")
+            strides = (4096 * 3 * width, head_dim, 3 * width, 1)
+            common = attention_triton.arguments(like, cu_seqlens, causal, 0.1)
+            common["cu_seqlens"] = None if causal else bounds
+            for kernel, tensors, count, tiles in (
+                (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
+                (value_only_triton._value_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
+                (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
+                (
+                    joint_triton._key_kernel,
+                    [x] * 4 + [numbers] * 2 + [x] * 2,
+                    3,
+                    joint_triton.KEYS if causal else joint_triton.KEYS_BOTH_WAYS,
+                ),
+            ):
+                more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
+                options = attention_triton.launch_options(tiles, like)
+                check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+check(adamw_triton._coast_kernel, *[numbers] * 5, 16, 7, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
+tables = {"PIECE": adamw_triton.PIECE}
+check(adamw_triton._squares_kernel, MockTensor(torch.int64), numbers, numbers, 100, **tables)
+check(
+    adamw_triton._factors_kernel, MockTensor(torch.int64), MockTensor(torch.float64), *[numbers] * 4, 1.0,
+    WALKERS=adamw_triton.WALKERS,
+)  # fmt: skip
+check(
+    adamw_triton._step_kernel, MockTensor(torch.int64), *[numbers] * 3, 0.9, 0.1, 0.999, 0.001, 1e-8,
+    **tables, num_warps=8,
+)  # fmt: skip
+check(rows_triton._order_kernel, MockTensor(torch.int64), bounds, bounds, 4700, **rows_triton.ORDER)
+check(rows_triton._row_sums_kernel, numbers, bounds, bounds, numbers, 4700, 512, **rows_triton.SUM)
+check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
+check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, **norm_triton.SUMS)
+for dtype in (torch.bfloat16, torch.float32):
+    x = MockTensor(dtype)
+    tile = norm_triton._tile(torch.empty(1, 512, device="meta"))
+    check(norm_triton._norm_forward_kernel, *[numbers] * 5, x, numbers, numbers, 4096, 512, 1e-5, **tile)
+    for picked in (False, True):
+        check(
+            norm_triton._norm_backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
+            STRAIGHT=True, PICKED=picked, NARROW=True, **tile,
+        )  # fmt: skip
+    for rows in (640, 4096, 65536):
+        sizes = gelu_triton.tile_for(rows)
+        check(gelu_triton._gelu_kernel, x, x, x, numbers, rows, 2048, **sizes, num_warps=4)
+    check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
+    for write in (False, True):
+        check(
+            cross_entropy_triton._cross_entropy_kernel, x, MockTensor(torch.int64), numbers,
+            50304, 50257, 0.1, 1.0, -100, SMOOTHING=write, WRITE=write,
+            BLOCK=cross_entropy_triton.BLOCK, num_warps=cross_entropy_triton.WARPS,
+        )  # fmt: skip

@@ -1,0 +1,318 @@
+"""The fast paths compute what the plain ones do. Graphs need a GPU; all that surrounds them does not."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oelm.bench.load import made_stream, made_texts
+from oelm.config import make_config
+from oelm.data import IGNORE, open_store, packed_batch
+from oelm.data.assemble import filled, round_up, round_width
+from oelm.data.tasks.objective import make_objective
+from oelm.models.build import build_model
+from oelm.speed import cuda_graphs as fast
+from oelm.speed.bf16_copies import HalfWeights
+from oelm.speed.live_rows import set_aside
+from oelm.training import parallel
+from oelm.training.parallel import process_state
+from oelm.training.schedule import clip_in_step, make_optimizer
+from oelm.training.stepper import AHEAD, _graphed_step, make_stepper
+from tests.training.runs import make_store
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return open_store(make_store(tmp_path_factory.mktemp("fast")))
+
+
+def config(**values):
+    model = {"name": "gpt-tiny", **values.pop("model", {})}
+    return make_config({"task": {"data": "x", "max_length": 32}, "model": model, "training": values})
+
+
+def objective(store, **attributes):
+    found = make_objective(store, 32, 0.0, "none")
+    for name, value in attributes.items():
+        setattr(found, name, value)
+    return found
+
+
+@given(st.integers(1, 1 << 20))
+def test_round_sizes_are_few_and_near(n):
+    assert n <= round_up(n) < n + max(128, n // 16 + 1)
+    assert round_up(round_up(n)) == round_up(n)
+
+
+@given(items=st.lists(st.integers(0, 319), min_size=1, max_size=64, unique=True))
+def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items):
+    split = store["train"]
+    plain = packed_batch(split, np.array(items))
+    batch = filled(plain, store.max_length, store.pad_id)
+    n, texts = len(plain.input_ids), len(items)
+    assert len(batch.input_ids) == len(batch.position_ids) == round_up(n) == batch.cu_seqlens[-1]
+    assert torch.equal(batch.input_ids[:n], plain.input_ids)
+    assert (batch.input_ids[n:] == store.pad_id).all()
+    assert torch.equal(batch.cu_seqlens[: texts + 1], plain.cu_seqlens)
+    assert torch.equal(batch.labels[:texts], plain.labels) and (batch.labels[texts:] == IGNORE).all()
+    lengths = batch.cu_seqlens.diff()
+    assert (lengths >= 0).all() and lengths.max() <= batch.longest == store.max_length
+    expected = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    assert torch.equal(batch.position_ids, expected)
+    assert len(batch.labels) == len(lengths)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_packed_batches_have_the_losses_and_gradients_of_padded_ones(store, pooling):
+    settings = config(model={"pooling": pooling})
+    model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
+    items = np.array([3, 50, 7, 200, 121])
+    found = []
+    for attributes in ({}, {"static": True}, {"packed": True}, {"packed": True, "static": True}):
+        loss = objective(store, **attributes).loss(
+            model, objective(store, **attributes).batch("train", items)
+        )
+        loss.backward()
+        found.append((loss.item(), model.transformer.wte.weight.grad.clone()))
+        model.zero_grad()
+    for loss, grad in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_of_packed_texts(store):
+    from oelm.training.evaluate import evaluate
+    from oelm.training.parallel import autocast_of
+
+    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    plain = autocast_of("fp32", torch.device("cpu"))
+    padded = evaluate(model, objective(store), "test", plain)
+    packed = evaluate(model, objective(store, packed=True, static=True), "test", plain)
+    assert padded.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-5)
+    assert np.array_equal(padded.arrays["ids"], packed.arrays["ids"])
+    np.testing.assert_allclose(padded.arrays["scores"], packed.arrays["scores"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
+    """Run as it stands: the weights of plain steps, with half-precision copies, clipping inside the
+    optimizer and gradients written in place of added ones."""
+    monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
+    settings = config(clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1)
+    settings.method.name = method
+    weights, losses = [], []
+    for graphed in (False, True):
+        task = objective(store)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        if graphed:
+            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
+            stepper.graphed = _graphed_step(stepper)
+        batches = task.plan("train", 16, None, 1).epoch(0)
+        model.train()
+        losses.append([stepper.take_step(k, batches, k)[:2] for k in range(6)])
+        weights.append({name: p.detach().clone() for name, p in model.state_dict().items()})
+        assert all(attention.joint is None for attention in model.modules() if hasattr(attention, "joint"))
+    for (loss, norm), (other_loss, other_norm) in zip(*losses, strict=True):
+        assert float(loss) == pytest.approx(float(other_loss), rel=2e-3)
+        assert float(norm) == pytest.approx(float(other_norm), rel=2e-2)
+    moved = 0.0
+    fresh, _ = build_model(settings, store, task.auto_class)
+    for name, value in fresh.named_parameters():
+        way = (weights[0][name] - value.detach()).norm()
+        # Adam's first steps turn the rounding of tiny gradients into whole steps: few, so by the norm.
+        assert (weights[1][name] - weights[0][name]).norm() <= 0.05 * way, name
+        moved += float(way)
+    assert moved > 1
+
+
+def test_half_precision_copies_hold_what_autocast_makes(store):
+    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    half = HalfWeights(model, torch.bfloat16)
+    task = objective(store)
+    batch = task.batch("train", np.arange(16))
+    with torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    plain = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    half.refresh()
+    with half.installed(), torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    half.collect()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain[name]), name
+    half_loss = 2 * plain["classifier.weight"]
+    with half.installed(), torch.autocast("cpu", torch.bfloat16):
+        task.loss(model, batch).backward()
+    half.collect()  # a second time: added
+    assert torch.equal(model.classifier.weight.grad, half_loss)
+
+
+@pytest.mark.parametrize("which", ["all", "frozen", "trained"])
+def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which):
+    """As a step that is made of those weights does."""
+    monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
+    settings, task = config(precision="bf16", batch_size=16, epochs=1), objective(store)
+    settings.method.name = "oelm"
+    batches = task.plan("train", 16, None, 1).epoch(0)
+
+    def made(model):
+        stepper = make_stepper(settings, task, model, process_state())
+        stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
+        stepper.graphed = _graphed_step(stepper)
+        model.train()
+        return stepper
+
+    model, _ = build_model(settings, store, task.auto_class)
+    stepper = made(model)
+    before = [float(stepper.take_step(k, batches, k)[0]) for k in range(2)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if which == "all" or parameter.requires_grad == (which == "trained"):
+                parameter.mul_(1.5)
+    other = copy.deepcopy(model)
+    loss = stepper.take_step(2, batches, 0)[0]
+    assert torch.equal(loss, made(other).take_step(2, batches, 0)[0])
+    assert float(loss) != before[0]
+
+
+def test_clipping_inside_the_optimizer_is_clipping():
+    generator = torch.Generator().manual_seed(0)
+    values, grads = (
+        [torch.randn(4, n, generator=generator) for n in (3, 5)],
+        [torch.randn(4, n, generator=generator) for n in (3, 5)],
+    )
+    for clip in (0.5, 100.0, 0.0):
+        found = []
+        for inside in (False, True):
+            parameters = [torch.nn.Parameter(value.clone()) for value in values]
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, eps=0.1, fused=True)  # a large eps: scale shows
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+            norm = clip_in_step(optimizer, parameters, clip) if inside else parallel.norm_of(parameters, clip)
+            optimizer.step()
+            found.append((float(norm), parameters))
+        assert found[0][0] == pytest.approx(found[1][0])
+        for one, other in zip(found[0][1], found[1][1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_padded_batches_have_round_widths(store):
+    task, lengths = objective(store, static=True), store["train"].lengths
+    shortest = np.argsort(lengths)[:4]
+    for items in (shortest, np.arange(8)):
+        width = task.batch("train", items).inputs["input_ids"].shape[1]
+        assert width == min(round_width(int(lengths[items].max())), store.max_length)
+    assert task.batch("validation", np.arange(2)).inputs["input_ids"].shape[1] <= store.max_length
+
+
+def test_why_a_run_is_not_fast_is_said(store):
+    task = objective(store)
+    model, _ = build_model(config(), store, task.auto_class)
+    assert fast.why_padded(config(), task, model, GPU) is None
+    assert "GPU" in fast.why_padded(config(), task, model, torch.device("cpu"))
+    assert "off" in fast.why_padded(config(fast=False), task, model, GPU)
+    dropped, _ = build_model(config(model={"attention_dropout": 0.1}), store, task.auto_class)
+    assert "0.1" in fast.why_padded(config(), task, dropped, GPU)
+    assert fast.why_eager(config(), model, 1, GPU, "bf16") is None
+    assert "processes" in fast.why_eager(config(), model, 2, GPU, "bf16")
+    assert "fp16" in fast.why_eager(config(), model, 1, GPU, "fp16")
+    assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), model, 1, GPU, "bf16")
+    model.layerdrop = 0.1
+    assert "dropped" in fast.why_eager(config(), model, 1, GPU, "bf16")
+
+
+def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
+    """What fills a batch may be no token of the data, and must have a row all the same."""
+    task = objective(store, packed=True, static=True)
+    there = np.bincount(store["train"].tokens, minlength=store.vocab_size) > 0
+    before, store.pad_id = store.pad_id, int(np.flatnonzero(~there)[0])
+    try:
+        there[store.pad_id] = True
+        assert store.used_tokens()[store.pad_id]
+        model, _ = build_model(config(), store, task.auto_class)
+        assert set_aside(model, there) is not None
+        batch = task.batch("train", np.array([1, 2, 3]))
+        assert (batch.inputs["input_ids"] == store.pad_id).any()
+        assert task.loss(model, batch).isfinite()
+    finally:
+        store.pad_id = before
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, monkeypatch):
+    weights = []
+    for recorded in (False, True):
+        task = objective(store)
+        settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        if recorded:
+            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
+            stepper.graphed = graphed = _graphed_step(stepper)
+
+            def fails(batch, graphed=graphed):
+                for parameter in graphed.parameters:  # a recording leaves gradients that were never computed
+                    parameter.grad = torch.full_like(parameter, 7.0)
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+            monkeypatch.setattr(graphed, "_record", fails)
+        batches = task.plan("train", 8, None, 1).epoch(0)
+        for k in range(4):
+            stepper.take_step(k, batches, 0)
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert stepper.graphed.failed == "operation not permitted when stream is capturing"
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, msg=name)
+
+
+def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
+    """As on Apple's GPUs."""
+    weights = []
+    for fused in (True, False):
+        task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
+        model, _ = build_model(settings, store, task.auto_class)
+        stepper = make_stepper(settings, task, model, process_state())
+        for group in (stepper.optimizer.defaults, *stepper.optimizer.param_groups):
+            group["fused"] = fused
+        batches = task.plan("train", 8, None, 1).epoch(0)
+        for k in range(3):
+            stepper.take_step(k, batches, k)
+        weights.append(model.classifier.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("kind", ["texts", "stream"])
+def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypatch):
+    store = (
+        made_texts("made", [5, 9, 32, 2] * 20, 300, 32) if kind == "texts" else made_stream(32 * 60, 300, 32)
+    )
+    settings = config(batch_size=4, steps=100)
+    task = make_objective(store, 32, 0.0, "none")
+    model, _ = build_model(settings, store, task.auto_class)
+    assert not make_stepper(settings, task, model, process_state()).reads_ahead
+    monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
+    stepper = make_stepper(settings, task, model, process_state())
+    assert stepper.reads_ahead
+    asked = []
+    monkeypatch.setattr(
+        "oelm.data.tasks.objective.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
+    )
+    batches = task.plan("train", 4, None, 1).epoch(0)
+    for k in range(len(batches)):
+        stepper.take_step(k, batches, k)
+    assert len(asked) == len(batches) - AHEAD
+    for k, (tokens, starts, ends) in enumerate(asked):
+        batch = task.batch("train", batches.batch(k + AHEAD))
+        found = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+        rows = batch.inputs["input_ids"].tolist()
+        if kind == "texts":  # padded, in the order of the batch
+            assert [row[: len(text)] for row, text in zip(rows, found, strict=True)] == found
+        else:  # a window and the token after it
+            assert [text[:-1] for text in found] == rows
