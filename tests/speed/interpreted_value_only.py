@@ -10,9 +10,9 @@ from torch import Tensor
 
 from oelm.errors import UserError
 from oelm.speed import value_only
-from oelm.speed.kernels import value_only_attention as attention
-from oelm.speed.kernels import value_only_attention_varlen as attention_varlen
 from oelm.speed.kernels import value_only_triton
+from oelm.speed.value_only import value_only_attention as attention
+from oelm.speed.value_only import value_only_attention_varlen as attention_varlen
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0, 0]
 

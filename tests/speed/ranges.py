@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oelm.speed import rows
 from oelm.speed.gelu import FastGelu
 from oelm.speed.kernels import (
     adamw_triton,
@@ -24,11 +25,10 @@ from oelm.speed.kernels import (
     gelu_triton,
     norm_triton,
     positions_triton,
-    rows,
-    value_only_attention_varlen,
 )
 from oelm.speed.own import add_norm, joint_attention, one_query_attention
 from oelm.speed.packed import Packing, portable
+from oelm.speed.value_only import value_only_attention_varlen
 
 HEAD_DIM = 64
 SIZES = (1e-6, 1.0, 1e4)

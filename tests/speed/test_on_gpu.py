@@ -97,7 +97,7 @@ def test_the_same_bits_every_time():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_value_only_attention(causal):
-    from oelm.speed.kernels import value_only_attention
+    from oelm.speed.value_only import value_only_attention
 
     q, k, v = (drawn(2, 4, 300, 64) for _ in range(3))
 

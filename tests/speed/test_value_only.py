@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oelm.errors import UserError
 from oelm.speed import value_only
-from oelm.speed.kernels import value_only_attention, value_only_attention_varlen
+from oelm.speed.value_only import value_only_attention, value_only_attention_varlen
 
 LENGTHS = [7, 1, 0, 33, 12, 0, 0]  # texts of length zero in the middle and at the end
 ROWS = sum(LENGTHS) + 5  # and rows of no text

@@ -2,7 +2,7 @@
 
 For a small model on a fast GPU the optimizer is a quarter of a step, all of it waiting for memory. With
 PyTorch's fused AdamW gradients are read to measure them, read and written when they are clipped, and weights
-are read once more to make half-precision copies. In `speed/kernels/adamw_triton.py` gradients are read twice, all
+are read once more to make half-precision copies. In `kernels/adamw_triton.py` gradients are read twice, all
 else is read and written once, and there are three launches however many weights there are. (Gradients that
 nobody widens, such as an embedding's, are moved to the array first.)
 """
