@@ -27,7 +27,7 @@ from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
 from oelm.training.parallel import process_state
-from oelm.training.stepper import make_stepper
+from oelm.training.step import make_step
 
 
 def bert(folder: str, size: str) -> str:
@@ -60,7 +60,7 @@ def cases(tiny: bool, folder: str) -> dict[str, tuple[Any, str, int, dict[str, A
 
 
 class Steps:
-    """A stepper and its batches, with or without deterministic operations."""
+    """A step and its batches, with or without deterministic operations."""
 
     def __init__(self, store: Any, model: str, batch: int, training: dict[str, Any], wanted: bool) -> None:
         self.wanted, self.state, self.taken = wanted, process_state(), 0
@@ -72,8 +72,8 @@ class Steps:
         with self.mode():
             objective = make_objective(store, store.max_length, 0.0, "none")
             raw, _ = build_model(config, store, objective.auto_class)
-            self.stepper = make_stepper(config, objective, raw, self.state)
-            self.stepper.model.train()
+            self.step = make_step(config, objective, raw, self.state)
+            self.step.model.train()
         self.batches = objective.plan("train", batch, None, 0).epoch(0)
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
@@ -85,7 +85,7 @@ class Steps:
             synchronize()
             began, losses = time.perf_counter(), []
             for _ in range(steps):
-                found = self.stepper.take_step(self.taken, self.batches, self.taken % len(self.batches))
+                found = self.step.take(self.taken, self.batches, self.taken % len(self.batches))
                 losses.append(found[0])
                 self.taken += 1
             synchronize()

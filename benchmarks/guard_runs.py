@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ import numpy as np
 WORDS = 600  # of the vocabulary; the first four are special
 END, FIRST, SECOND, MARK = 0, 1, 2, 3
 
-# For `oelm train`: "data" and "model" name what is made below, "compiled" forces what long runs do, and all
-# other keys are those of --set. Sizes and rates are such that a model learns and rounding grows.
+# For `oelm train`: "data" and "model" name what is made below, all other keys are those of --set. Sizes and
+# learning rates are such that a model learns and rounding grows.
 COMMON = {"training.lr": 1e-3, "training.seed": 3, "training.batch_size": 8, "method.name": "baseline"}
 COMMON |= {"training.log_every": 1, "training.save_every": 0, "training.choose_on": "last"}
 CPU: dict[str, dict[str, Any]] = {
@@ -62,14 +61,12 @@ GPU: dict[str, dict[str, Any]] = {
     | {"method.name": "oelm", "model.dropout": 0.1, "training.accumulate": 2},
     "packed, value-only scores": BF16 | {"method.name": "oelm-value-only"},
     "packed, fp32": FP32,
-    "packed, compiled blocks": BF16 | {"compiled": True},
     "padded": BF16 | {"model.attention_dropout": 0.1},
     "fast paths off": BF16 | {"training.fast": False},
     "fast paths off, fp32": FP32 | {"training.fast": False},
     "language model": BF16 | {"data": "corpus"},
     "language model, value-only scores": BF16 | {"data": "corpus", "method.name": "oelm-value-only"},
     "language model, fp32": FP32 | {"data": "corpus"},
-    "language model, compiled blocks": BF16 | {"data": "corpus", "compiled": True},
     "language model, fast paths off": BF16 | {"data": "corpus", "training.fast": False},
     "BERT, pairs, oelm": BF16 | {"data": "pairs", "model": "bert", "method.name": "oelm"},
 }
@@ -178,28 +175,6 @@ def make_inputs(folder: Path, lengths: tuple[int, int]) -> None:
         word_tokenizer().save_pretrained(folder / name)
 
 
-@contextlib.contextmanager
-def compiled_blocks(wanted: bool) -> Iterator[None]:
-    """Have blocks compiled that a run of this length would leave alone."""
-    if not wanted:
-        yield
-        return
-    import torch
-
-    try:
-        from oelm.speed import cuda_graphs as fast
-    except ImportError:
-        from oelm.training import fast
-
-    torch._dynamo.reset()
-    before = fast.COMPILE_FROM
-    fast.COMPILE_FROM = 0
-    try:
-        yield
-    finally:
-        fast.COMPILE_FROM = before
-
-
 def one_run(values: dict[str, Any], inputs: Path, out: Path, length: int) -> dict[str, Any]:
     """The digest of `oelm train` with these values, or why it could not be made."""
     try:
@@ -208,7 +183,7 @@ def one_run(values: dict[str, Any], inputs: Path, out: Path, length: int) -> dic
         from oelm.cli import app
 
     values = dict(values)
-    data, compiled = values.pop("data", "texts"), values.pop("compiled", False)
+    data = values.pop("data", "texts")
     model = values.pop("model")
     model = str(inputs / model) if (inputs / model).exists() else model
     if "training.batch_tokens" in values:
@@ -218,7 +193,7 @@ def one_run(values: dict[str, Any], inputs: Path, out: Path, length: int) -> dic
         words += ["--set", f"{key}={json.dumps(value)}"]
     said = io.StringIO()
     try:
-        with compiled_blocks(compiled), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             app(words, standalone_mode=False)
     except Exception as error:  # an older tree may not know a setting
         return {"failed": f"{type(error).__name__}: {error}"}

@@ -26,15 +26,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from oelm.speed.adamw import OwnAdamW
-from oelm.speed.gelu import gelu_gradient
+from oelm.data.assemble import Packing
+from oelm.speed.adamw import RecordableAdamW, clip_in_step
 from oelm.speed.kernels.cross_entropy_triton import cross_entropy_
-from oelm.speed.kernels.gelu_triton import gelu_backward
-from oelm.speed.own import add_norm, joint_attention
-from oelm.speed.packed import Packing
+from oelm.speed.operations import add_norm, joint_attention
 from oelm.system.files import write_json
 from oelm.training.folder import environment
-from oelm.training.schedule import clip_in_step
 
 HEADS, HEAD_DIM, CALLS = 8, 64, 5
 VOCAB, PADDED, ROWS = 50257, 50304, 16384
@@ -135,18 +132,6 @@ def norm_arms(tokens: int) -> dict[str, Arm]:
     }
 
 
-def gelu_arms(tokens: int) -> dict[str, Arm]:
-    """The backward pass of GELU and of the bias before it."""
-    x, grad = (torch.randn(tokens, INNER, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-
-    @torch.compile
-    def compiled(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        inner = gelu_gradient(x, grad)
-        return inner, inner.sum(0)
-
-    return {"ours": lambda: gelu_backward(x, grad), "torch.compile": lambda: compiled(x, grad)}
-
-
 def adamw_arms() -> dict[str, Arm]:
     """Clipping, AdamW's step and half-precision copies of the matrices, for all blocks."""
     shapes = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH), (WIDTH, INNER), (INNER,)] + [(WIDTH,)] * 9
@@ -157,7 +142,9 @@ def adamw_arms() -> dict[str, Arm]:
         ]
         matrices = [weight for weight in weights if weight.dim() == 2]
         copies = [matrix.detach().bfloat16() for matrix in matrices]
-        optimizer = OwnAdamW(weights, lr=torch.tensor(1e-4, device="cuda"), fused=True, capturable=True)
+        optimizer = RecordableAdamW(
+            weights, lr=torch.tensor(1e-4, device="cuda"), fused=True, capturable=True
+        )
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         if name == "ours":
@@ -221,7 +208,6 @@ def main() -> None:
     cases[f"cross-entropy and its gradient, {ROWS} rows of {VOCAB} words"] = cross_entropy_arms
     for n in TOKENS:
         cases[f"a sum and its norm, {n} x {WIDTH}"] = lambda n=n: norm_arms(n)  # type: ignore[misc]
-        cases[f"GELU's backward pass with a bias, {n} x {INNER}"] = lambda n=n: gelu_arms(n)  # type: ignore[misc]
     cases["clipping, AdamW and half-precision copies, 18.9 million weights"] = adamw_arms
     found = {name: measure(make(), options.rounds) for name, make in cases.items()}
     record = {

@@ -120,9 +120,9 @@ def test_a_run_resumes_exactly_and_ends_as_an_ordinary_model(peft, oelm_cli, wor
     assert oelm_cli(*words, "--out", "whole")[0] == 0
     import signal
 
-    from oelm.training import session
+    from oelm.training.step import PlainStep
 
-    take = session.Session.take_step
+    take = PlainStep.take
 
     def stop_at_three(self, step, *rest):
         if step == 3:
@@ -130,7 +130,7 @@ def test_a_run_resumes_exactly_and_ends_as_an_ordinary_model(peft, oelm_cli, wor
         return take(self, step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.Session, "take_step", stop_at_three)
+        patch.setattr(PlainStep, "take", stop_at_three)
         assert oelm_cli(*words, "--out", "broken")[0] == 75
     code, _, err = oelm_cli(*words, "--out", "broken")
     assert code == 0 and "resuming after step" in err

@@ -10,11 +10,8 @@ from oelm.speed.kernels import (
     adamw_triton,
     attention_triton,
     cross_entropy_triton,
-    gelu_triton,
     joint_triton,
     norm_triton,
-    one_query_triton,
-    positions_triton,
     rows_triton,
     value_only_triton,
 )
@@ -49,13 +46,6 @@ for head_dim in (64, 128):
     width = 8 * head_dim
     for dtype in (torch.bfloat16, torch.float32):
         x = MockTensor(dtype)
-        row = (3 * width, head_dim, 1)
-        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": one_query_triton.BLOCK}
-        check(one_query_triton._one_query_kernel, x, x, x, x, numbers, *[row] * 4, bounds, 0.1, **sizes)
-        check(
-            one_query_triton._one_query_backward_kernel,
-            *[x] * 4, numbers, *[x] * 4, *[row] * 7, bounds, 0.1, 0.1, **sizes,
-        )  # fmt: skip
         for causal in (False, True):
             batch = 1 if not causal else 4
             like = torch.empty(batch, 8, 4096, head_dim, dtype=dtype, device="meta")
@@ -101,10 +91,6 @@ for dtype in (torch.bfloat16, torch.float32):
             norm_triton._norm_backward_kernel, *[numbers] * 5, bounds, x, numbers, x, numbers, 4096, 512, 8,
             STRAIGHT=True, PICKED=picked, NARROW=True, **tile,
         )  # fmt: skip
-    for rows in (640, 4096, 65536):
-        sizes = gelu_triton.tile_for(rows)
-        check(gelu_triton._gelu_kernel, x, x, x, numbers, rows, 2048, **sizes, num_warps=4)
-    check(positions_triton._position_kernel, x, x, bounds, 128, 512, TEXTS=16, WIDTH=256)
     for write in (False, True):
         check(
             cross_entropy_triton._cross_entropy_kernel, x, MockTensor(torch.int64), numbers,

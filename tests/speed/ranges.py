@@ -17,17 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oelm.speed import rows
-from oelm.speed.gelu import FastGelu
-from oelm.speed.kernels import (
-    adamw_triton,
-    cross_entropy_triton,
-    gelu_triton,
-    norm_triton,
-    positions_triton,
-)
-from oelm.speed.own import add_norm, joint_attention, one_query_attention
-from oelm.speed.packed import Packing, portable
+from oelm.data.assemble import Packing
+from oelm.speed.kernels import adamw_triton, cross_entropy_triton, norm_triton
+from oelm.speed.operations import add_norm, joint_attention, row_sums
+from oelm.speed.packed import packed_attention, portable
 from oelm.speed.value_only import value_only_attention_varlen
 
 HEAD_DIM = 64
@@ -173,7 +166,7 @@ def one_query(where: Where, dtype: torch.dtype, kind: str, values: float, slope:
     v, grad = torch.randn_like(k) * values, torch.randn_like(q) * slope
     packing = where.packing()
     compare(
-        lambda q, k, v: one_query_attention(q, torch.stack((k, v), 1), packing),
+        lambda q, k, v: packed_attention(q, k, v, packing, one_query=True),
         lambda q, k, v: portable(q, k, v, packing, one_query=True),
         [x.to(dtype) for x in (q, k, v)], grad.to(dtype), "output dq dk dv", attention_tolerance(kind, dtype),
     )  # fmt: skip
@@ -254,37 +247,17 @@ def norm(where: Where, late: torch.dtype, level: float, spread: float, slope: fl
     assert out.isfinite().all()
 
 
-def gelu(where: Where, dtype: torch.dtype, size: float, slope: float, count: int) -> None:
-    """Its backward pass with the sums over rows, and its value as compiled blocks compute it."""
-    width = 40 if where.device == "cpu" else 2048
-    x = (torch.randn(count, width, device=where.device) * size).to(dtype)
-    x.flatten()[:4] = torch.tensor([size, -size, 0.0, -0.0], dtype=dtype)[: x.numel()]
-    grad = (torch.randn(count, width, device=where.device) * slope).to(dtype)
-    wide = x.double().requires_grad_()
-    right = F.gelu(wide)
-    (slopes,) = torch.autograd.grad(right, wide, grad.double())
-    found, sums = gelu_triton.gelu_backward(x, grad)
-    value = FastGelu.apply(x)
-    rounding = 2e-6 if dtype == torch.float32 else 8e-3
-    for name, ours, exact in (("slope", found, slopes), ("value", value, right.detach())):
-        assert ours.isfinite().all(), name
-        limit = rounding * exact.norm() + 3e-6 * (slope if name == "slope" else size) * exact.numel() ** 0.5
-        assert (ours.double() - exact).norm() <= limit + 1e-30, name
-    spread = 1e-5 * slopes.abs().sum(0) + 3e-6 * slope * count
-    assert ((sums.double() - slopes.sum(0)).abs() <= spread + 1e-30).all()
-
-
 def adamw(where: Where, size: float, clip: float, decay: float) -> None:
     """Three steps of every weight at once, in float64 by the formula."""
     shapes = [(1,), (70, 16), (1023,), (1024,), (1025,)]
     grads = [[torch.randn(s, device=where.device) * size for s in shapes] for _ in range(3)]
     grads[1] = [torch.zeros_like(g) for g in grads[1]]  # nothing, in between
     start = [torch.randn(s, device=where.device) for s in shapes]
-    from oelm.speed.adamw import OwnAdamW
+    from oelm.speed.adamw import RecordableAdamW
 
     weights = [torch.nn.Parameter(w.clone()) for w in start]
     rate = torch.tensor(1e-3, device=where.device)
-    optimizer = OwnAdamW(weights, lr=rate, eps=1e-8, weight_decay=decay, fused=True)
+    optimizer = RecordableAdamW(weights, lr=rate, eps=1e-8, weight_decay=decay, fused=True)
     optimizer.clip = clip
     exact = [(w.double(), torch.zeros_like(w).double(), torch.zeros_like(w).double()) for w in start]
     for step, given in enumerate(grads, 1):
@@ -314,7 +287,7 @@ def _adamw_step(
 
 def coasting(where: Where, size: float) -> None:
     """Steps without a gradient: moments of any size, nothing among them."""
-    from oelm.speed import adamw as own_adamw
+    from oelm.speed import adamw as fast_adamw
 
     group = {"betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     weight, mean = torch.randn(100, device=where.device), torch.randn(100, device=where.device) * size
@@ -326,7 +299,7 @@ def coasting(where: Where, size: float) -> None:
         exact[1], exact[2] = 0.9 * exact[1], 0.999 * exact[2]
         root = (exact[2] / (1 - 0.999**n)).sqrt() + 1e-8
         exact[0] = exact[0] * (1 - rate * 0.1) - rate * exact[1] / (1 - 0.9**n) / root
-    steps = own_adamw.coefficients(rates, 7, group).to(where.device)
+    steps = fast_adamw.coefficients(rates, 7, group).to(where.device)
     counter = torch.tensor(7.0 + len(rates), device=where.device)
     adamw_triton.coast_(weight, mean, square, steps, counter, 7, 0.9, 0.999, 1e-8)
     for ours, right in zip((weight, mean, square), exact, strict=True):
@@ -339,19 +312,9 @@ def looked_up(where: Where, size: float, words: int, count: int) -> None:
     ids = torch.randint(0, words, (1, count), device=where.device)
     ids[:, : count // 2] = words - 1
     grad = torch.randn(1, count, width, device=where.device) * size
-    found = rows.row_sums(grad.flatten(0, 1), ids.flatten(), words + 3)
+    found = row_sums(grad.flatten(0, 1), ids.flatten(), words + 3)
     exact = torch.zeros(words + 3, width, device=where.device, dtype=torch.float64)
     exact.index_add_(0, ids.flatten(), grad.flatten(0, 1).double())
     assert not found[words:].any()
     assert (found.double() - exact).norm() <= 1e-5 * exact.norm() + 1e-30
-    assert torch.equal(found, rows.row_sums(grad.flatten(0, 1), ids.flatten(), words + 3))
-
-
-def positions(where: Where, size: float) -> None:
-    packing, width = where.packing(), 30
-    grad = torch.randn(int(packing.bounds[-1]), width, device=where.device) * size
-    ids = torch.cat([torch.arange(n) for n in where.lengths]).to(where.device)
-    exact = torch.zeros(packing.longest + 2, width, device=where.device, dtype=torch.float64)
-    exact.index_add_(0, ids, grad.double())
-    found = positions_triton.position_gradient(grad, packing.bounds, packing.longest + 2)
-    assert (found.double() - exact).norm() <= 1e-5 * exact.norm() + 1e-30
+    assert torch.equal(found, row_sums(grad.flatten(0, 1), ids.flatten(), words + 3))

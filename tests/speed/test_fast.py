@@ -1,6 +1,7 @@
 """The fast paths compute what the plain ones do. Graphs need a GPU; all that surrounds them does not."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +12,19 @@ from hypothesis import strategies as st
 from oelm.bench.load import made_stream, made_texts
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
-from oelm.data.assemble import filled, round_up, round_width
+from oelm.data.assemble import Layout, filled, round_up, round_width
 from oelm.data.tasks.objective import make_objective
 from oelm.models.build import build_model
+from oelm.speed import FastStep
 from oelm.speed import cuda_graphs as fast
-from oelm.speed.bf16_copies import HalfWeights
+from oelm.speed.adamw import RecordableAdamW, clip_in_step
+from oelm.speed.bf16_copies import Bf16Copies
+from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import set_aside
 from oelm.training import parallel
 from oelm.training.parallel import process_state
-from oelm.training.schedule import clip_in_step, make_optimizer
-from oelm.training.stepper import AHEAD, _graphed_step, make_stepper
+from oelm.training.schedule import make_optimizer
+from oelm.training.step import AHEAD, PlainStep, make_step
 from tests.training.runs import make_store
 
 GPU = torch.device("cuda")
@@ -36,11 +40,16 @@ def config(**values):
     return make_config({"task": {"data": "x", "max_length": 32}, "model": model, "training": values})
 
 
-def objective(store, **attributes):
-    found = make_objective(store, 32, 0.0, "none")
-    for name, value in attributes.items():
-        setattr(found, name, value)
-    return found
+def objective(store):
+    return make_objective(store, 32, 0.0, "none")
+
+
+def recorded_step(settings, task, model):
+    """A step as it is recorded, without a GPU to record it."""
+    step = FastStep(settings, task, model, process_state())
+    step.optimizer = make_optimizer(model, settings.training, RecordableAdamW)
+    step.graphed = step._make_graphed()
+    return step
 
 
 @given(st.integers(1, 1 << 20))
@@ -72,11 +81,10 @@ def test_packed_batches_have_the_losses_and_gradients_of_padded_ones(store, pool
     settings = config(model={"pooling": pooling})
     model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
     items = np.array([3, 50, 7, 200, 121])
-    found = []
-    for attributes in ({}, {"static": True}, {"packed": True}, {"packed": True, "static": True}):
-        loss = objective(store, **attributes).loss(
-            model, objective(store, **attributes).batch("train", items)
-        )
+    FastForward(model, kernels=False).install()
+    found, task = [], objective(store)
+    for layout in ({}, {"round_widths": True}, {"packed": True}, {"packed": True, "round_widths": True}):
+        loss = task.loss(model, task.batch("train", items, Layout(**layout)))
         loss.backward()
         found.append((loss.item(), model.transformer.wte.weight.grad.clone()))
         model.zero_grad()
@@ -92,7 +100,9 @@ def test_evaluation_of_packed_texts(store):
     model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
     plain = autocast_of("fp32", torch.device("cpu"))
     padded = evaluate(model, objective(store), "test", plain)
-    packed = evaluate(model, objective(store, packed=True, static=True), "test", plain)
+    FastForward(model, kernels=False).install()
+    layout = Layout(packed=True, round_widths=True)
+    packed = evaluate(model, objective(store), "test", plain, layout=layout)
     assert padded.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-5)
     assert np.array_equal(padded.arrays["ids"], packed.arrays["ids"])
     np.testing.assert_allclose(padded.arrays["scores"], packed.arrays["scores"], rtol=1e-4, atol=1e-6)
@@ -110,15 +120,14 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     for graphed in (False, True):
         task = objective(store)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
-        if graphed:
-            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
-            stepper.graphed = _graphed_step(stepper)
+        make = recorded_step if graphed else lambda *given: PlainStep(*given, process_state())
+        step = make(settings, task, model)
         batches = task.plan("train", 16, None, 1).epoch(0)
         model.train()
-        losses.append([stepper.take_step(k, batches, k)[:2] for k in range(6)])
+        losses.append([step.take(k, batches, k)[:2] for k in range(6)])
         weights.append({name: p.detach().clone() for name, p in model.state_dict().items()})
-        assert all(attention.joint is None for attention in model.modules() if hasattr(attention, "joint"))
+        assert not graphed or not step.forward.joint
+        step.close()
     for (loss, norm), (other_loss, other_norm) in zip(*losses, strict=True):
         assert float(loss) == pytest.approx(float(other_loss), rel=2e-3)
         assert float(norm) == pytest.approx(float(other_norm), rel=2e-2)
@@ -134,7 +143,9 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
 
 def test_half_precision_copies_hold_what_autocast_makes(store):
     model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
-    half = HalfWeights(model, torch.bfloat16)
+    forward = FastForward(model, kernels=False)
+    forward.install()
+    half = Bf16Copies(model, torch.bfloat16, forward)
     task = objective(store)
     batch = task.batch("train", np.arange(16))
     with torch.autocast("cpu", torch.bfloat16):
@@ -163,22 +174,21 @@ def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which
     batches = task.plan("train", 16, None, 1).epoch(0)
 
     def made(model):
-        stepper = make_stepper(settings, task, model, process_state())
-        stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
-        stepper.graphed = _graphed_step(stepper)
         model.train()
-        return stepper
+        return recorded_step(settings, task, model)
 
     model, _ = build_model(settings, store, task.auto_class)
-    stepper = made(model)
-    before = [float(stepper.take_step(k, batches, k)[0]) for k in range(2)]
+    step = made(model)
+    before = [float(step.take(k, batches, k)[0]) for k in range(2)]
     with torch.no_grad():
         for parameter in model.parameters():
             if which == "all" or parameter.requires_grad == (which == "trained"):
                 parameter.mul_(1.5)
+    step.close()
     other = copy.deepcopy(model)
-    loss = stepper.take_step(2, batches, 0)[0]
-    assert torch.equal(loss, made(other).take_step(2, batches, 0)[0])
+    step.forward.install()
+    loss = step.take(2, batches, 0)[0]
+    assert torch.equal(loss, made(other).take(2, batches, 0)[0])
     assert float(loss) != before[0]
 
 
@@ -204,33 +214,36 @@ def test_clipping_inside_the_optimizer_is_clipping():
 
 
 def test_padded_batches_have_round_widths(store):
-    task, lengths = objective(store, static=True), store["train"].lengths
+    task, lengths, layout = objective(store), store["train"].lengths, Layout(round_widths=True)
     shortest = np.argsort(lengths)[:4]
     for items in (shortest, np.arange(8)):
-        width = task.batch("train", items).inputs["input_ids"].shape[1]
+        width = task.batch("train", items, layout).inputs["input_ids"].shape[1]
         assert width == min(round_width(int(lengths[items].max())), store.max_length)
-    assert task.batch("validation", np.arange(2)).inputs["input_ids"].shape[1] <= store.max_length
+    assert task.batch("validation", np.arange(2), layout).inputs["input_ids"].shape[1] <= store.max_length
 
 
 def test_why_a_run_is_not_fast_is_said(store):
     task = objective(store)
     model, _ = build_model(config(), store, task.auto_class)
-    assert fast.why_padded(config(), task, model, GPU) is None
-    assert "GPU" in fast.why_padded(config(), task, model, torch.device("cpu"))
-    assert "off" in fast.why_padded(config(fast=False), task, model, GPU)
-    dropped, _ = build_model(config(model={"attention_dropout": 0.1}), store, task.auto_class)
-    assert "0.1" in fast.why_padded(config(), task, dropped, GPU)
-    assert fast.why_eager(config(), model, 1, GPU, "bf16") is None
-    assert "processes" in fast.why_eager(config(), model, 2, GPU, "bf16")
-    assert "fp16" in fast.why_eager(config(), model, 1, GPU, "fp16")
-    assert "checkpointing" in fast.why_eager(config(gradient_checkpointing=True), model, 1, GPU, "bf16")
-    model.layerdrop = 0.1
-    assert "dropped" in fast.why_eager(config(), model, 1, GPU, "bf16")
+    step = FastStep(config(), task, model, process_state())
+    assert "GPU" in step._why_padded() and "GPU" in step._why_eager() and "no CUDA graphs" in str(step)
+    step.state, step.precision = SimpleNamespace(device=GPU, num_processes=1), "bf16"
+    assert step._why_padded() is None and step._why_eager() is None
+    model.config.attention_dropout = 0.1
+    assert "0.1" in step._why_padded()
+    step.state.num_processes = 2
+    assert "processes" in step._why_eager()
+    step.state.num_processes, step.precision = 1, "fp16"
+    assert "fp16" in step._why_eager()
+    step.precision, step.config = "bf16", config(gradient_checkpointing=True)
+    assert "checkpointing" in step._why_eager()
+    step.config, model.layerdrop = config(), 0.1
+    assert "dropped" in step._why_eager()
 
 
 def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
     """What fills a batch may be no token of the data, and must have a row all the same."""
-    task = objective(store, packed=True, static=True)
+    task, layout = objective(store), Layout(packed=True, round_widths=True)
     there = np.bincount(store["train"].tokens, minlength=store.vocab_size) > 0
     before, store.pad_id = store.pad_id, int(np.flatnonzero(~there)[0])
     try:
@@ -238,7 +251,8 @@ def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
         assert store.used_tokens()[store.pad_id]
         model, _ = build_model(config(), store, task.auto_class)
         assert set_aside(model, there) is not None
-        batch = task.batch("train", np.array([1, 2, 3]))
+        FastForward(model, kernels=False).install()
+        batch = task.batch("train", np.array([1, 2, 3]), layout)
         assert (batch.inputs["input_ids"] == store.pad_id).any()
         assert task.loss(model, batch).isfinite()
     finally:
@@ -252,10 +266,13 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
         task = objective(store)
         settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
+        step = (
+            recorded_step(settings, task, model)
+            if recorded
+            else make_step(settings, task, model, process_state())
+        )
         if recorded:
-            stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
-            stepper.graphed = graphed = _graphed_step(stepper)
+            graphed = step.graphed
 
             def fails(batch, graphed=graphed):
                 for parameter in graphed.parameters:  # a recording leaves gradients that were never computed
@@ -265,9 +282,9 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
             monkeypatch.setattr(graphed, "_record", fails)
         batches = task.plan("train", 8, None, 1).epoch(0)
         for k in range(4):
-            stepper.take_step(k, batches, 0)
+            step.take(k, batches, 0)
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    assert stepper.graphed.failed == "operation not permitted when stream is capturing"
+    assert step.graphed.failed == "operation not permitted when stream is capturing"
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, msg=name)
 
@@ -278,12 +295,12 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
     for fused in (True, False):
         task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
-        for group in (stepper.optimizer.defaults, *stepper.optimizer.param_groups):
+        step = make_step(settings, task, model, process_state())
+        for group in (step.optimizer.defaults, *step.optimizer.param_groups):
             group["fused"] = fused
         batches = task.plan("train", 8, None, 1).epoch(0)
         for k in range(3):
-            stepper.take_step(k, batches, k)
+            step.take(k, batches, k)
         weights.append(model.classifier.weight.detach().clone())
     torch.testing.assert_close(*weights)
 
@@ -296,17 +313,17 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     settings = config(batch_size=4, steps=100)
     task = make_objective(store, 32, 0.0, "none")
     model, _ = build_model(settings, store, task.auto_class)
-    assert not make_stepper(settings, task, model, process_state()).reads_ahead
+    assert not make_step(settings, task, model, process_state()).reads_ahead
     monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
-    stepper = make_stepper(settings, task, model, process_state())
-    assert stepper.reads_ahead
+    step = make_step(settings, task, model, process_state())
+    assert step.reads_ahead
     asked = []
     monkeypatch.setattr(
         "oelm.data.tasks.objective.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
     )
     batches = task.plan("train", 4, None, 1).epoch(0)
     for k in range(len(batches)):
-        stepper.take_step(k, batches, k)
+        step.take(k, batches, k)
     assert len(asked) == len(batches) - AHEAD
     for k, (tokens, starts, ends) in enumerate(asked):
         batch = task.batch("train", batches.batch(k + AHEAD))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import oelm
+from oelm.data.assemble import Packing
 from oelm.errors import UserError
-from oelm.speed.packed import Packing
+from oelm.speed.forward import FastForward
 
 SIZES = {"num_layers": 2, "num_heads": 4, "d_model": 32, "d_ff": 64, "vocab_size": 50, "num_labels": 3}
 
@@ -39,6 +40,7 @@ def test_packed_texts_give_what_padded_texts_give(method, pooling, positions):
     config = oelm.OelmGPTConfig(**SIZES, pooling=pooling, positions=positions, max_position_embeddings=64)
     model = oelm.OelmGPTForSequenceClassification(config)
     oelm.convert(model, method, seed=0)
+    FastForward(model, kernels=False).install()
     items, labels = texts([5, 1, 17, 8]), torch.tensor([0, 2, 1, 0])
     results = []
     for inputs in (padded(items), packed(items), packed(items, tail=7, empty=3, longest=20)):
@@ -56,17 +58,23 @@ def test_packed_texts_give_what_padded_texts_give(method, pooling, positions):
 
 def test_tags_of_packed_texts():
     model = oelm.OelmGPTForTokenClassification(oelm.OelmGPTConfig(**SIZES)).eval()
+    FastForward(model, kernels=False).install()
     items = texts([4, 9, 2])
     wide, narrow = model(**padded(items)).logits, model(**packed(items)).logits[0]
     rows = torch.cat([wide[i, : len(item)] for i, item in enumerate(items)])
     torch.testing.assert_close(narrow, rows, rtol=1e-5, atol=1e-5)
 
 
+def fast(model):
+    FastForward(model, kernels=False).install()
+    return model
+
+
 def test_what_packing_cannot_do_is_refused():
     inputs = packed(texts([3, 4]))
     with pytest.raises(UserError, match="bidirectional"):
-        oelm.OelmGPTForCausalLM(oelm.OelmGPTConfig(**SIZES))(**inputs)
-    model = oelm.OelmGPTForSequenceClassification(oelm.OelmGPTConfig(**SIZES, attention_dropout=0.1))
+        fast(oelm.OelmGPTForCausalLM(oelm.OelmGPTConfig(**SIZES)))(**inputs, use_cache=False)
+    model = fast(oelm.OelmGPTForSequenceClassification(oelm.OelmGPTConfig(**SIZES, attention_dropout=0.1)))
     with pytest.raises(UserError, match="attention dropout"):
         model.train()(**inputs)
     assert model.eval()(**inputs).logits.shape == (2, 3)  # nothing is dropped while measuring

@@ -14,11 +14,10 @@ from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
 from oelm.data.tasks.objective import make_objective
 from oelm.models.build import build_model
+from oelm.speed import step as fast_step
 from oelm.speed.adamw import coast
 from oelm.speed.live_rows import live_weights, set_aside
 from oelm.speed.row_windows import RowWindows
-from oelm.training import stepper
-from oelm.training.checkpoint import capture
 from oelm.training.loop import train
 from oelm.training.parallel import process_state
 from tests.data.made import write_csv
@@ -72,7 +71,7 @@ def test_a_run_has_the_bits_of_one_without_windows(store, tmp_path, monkeypatch,
     results = [train(asked, store, tmp_path / "windows", show=False)]
     assert {steps for _, steps, _ in opened} == {8} and len(opened) > 5
     assert all(rows <= capacity for rows, _, capacity in opened)
-    monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
+    monkeypatch.setattr(fast_step, "make_windows", lambda *_: None)
     results.append(train(asked, store, tmp_path / "dense", show=False))
     assert results[0]["test"]["metrics"] == results[1]["test"]["metrics"]
     for step in (7, 14, 21, 28, 35, 42, 45):
@@ -102,12 +101,12 @@ def test_windows_have_fewer_steps_where_the_table_is_small(store, tmp_path, monk
         live.windows = RowWindows(live, optimizer, store["train"], store.pad_id, 4 * 8 + 2)
         return live.windows
 
-    monkeypatch.setattr(stepper, "make_windows", small)
+    monkeypatch.setattr(fast_step, "make_windows", small)
     train(config(save_every=0, clip=0), store, tmp_path / "small", show=False)
     assert all(rows <= capacity for rows, _, capacity in opened)
     assert {steps for _, steps, _ in opened} & {1, 2, 4}
     small = files(tmp_path / "small", 45)
-    monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
+    monkeypatch.setattr(fast_step, "make_windows", lambda *_: None)
     train(config(save_every=0, clip=0), store, tmp_path / "dense", show=False)
     assert all(torch.equal(small[n], value) for n, value in files(tmp_path / "dense", 45).items())
 
@@ -119,7 +118,7 @@ def test_there_are_none_where_steps_need_too_many_rows(store, tmp_path, opened):
 
 
 def test_there_are_none_where_tokens_do_not_fit_into_memory(store, tmp_path, opened, monkeypatch):
-    monkeypatch.setattr(stepper, "read_whole", lambda _: False)
+    monkeypatch.setattr("oelm.training.step.read_whole", lambda _: False)
     train(config(steps=3, save_every=0), store, tmp_path / "run", show=False)
     assert not opened
 
@@ -144,18 +143,18 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
     found = []
     for windows in (True, False):
         if not windows:
-            monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
+            monkeypatch.setattr(fast_step, "make_windows", lambda *_: None)
         objective = make_objective(store, 8, 0.0, "none")
         asked = config(clip=0)
         raw, _ = build_model(asked, store, objective.auto_class)
-        made = stepper.make_stepper(asked, objective, raw, process_state())
+        made = fast_step.FastStep(asked, objective, raw, process_state())
         raw.train()
         plan = objective.plan("train", 4, None, 1).epoch(0)
         for step in range(20):
             if step == 5:
                 raw.load_state_dict({name: value * 0.5 for name, value in raw.state_dict().items()})
-            made.take_step(step, plan, step)
-        found.append(capture(raw, made.optimizer))
+            made.take(step, plan, step)
+        found.append(made.capture())
     for mine, theirs in zip(*found, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())

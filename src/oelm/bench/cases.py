@@ -23,7 +23,7 @@ from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 WORKS = ("classification", "lm", "freezing", "lengths")
 METHODS = ("baseline", "oelm", "oelm-value-only")
 ARMS = (
-    "ours", "ours-short-run", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
+    "ours", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
     "nanogpt", *METHODS,
 )  # fmt: skip
 FEWER = 5  # large steps, and those that cost the same whatever the texts, are timed so many times fewer
@@ -128,7 +128,7 @@ def _classifier_case(
     work: str, name: str, store: Store, settings: Settings, batch: int, device: torch.device, fewer: int
 ) -> Case:
     """Ours, Hugging Face's Trainer and the original recipe on the texts of a store."""
-    from oelm.bench.ours import LONG, SHORT, Ours
+    from oelm.bench.ours import Ours
     from oelm.bench.peers import Original
     from oelm.bench.trainer import HuggingFaceTrainer
 
@@ -137,16 +137,13 @@ def _classifier_case(
     # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
     some = sample_texts(store, max(batch, len(store["train"]) // fewer // batch * batch))
     arms: dict[str, Maker] = {
-        "ours": lambda: Ours(store, settings.size, "baseline", batch, length, LONG),
-        "ours-short-run": lambda: Ours(store, settings.size, "baseline", batch, length, SHORT),
+        "ours": lambda: Ours(store, settings.size, "baseline", batch, length),
         "hf-trainer": lambda: HuggingFaceTrainer(store, config, batch, device, compiled=False),
         "hf-trainer-compiled": lambda: HuggingFaceTrainer(store, config, batch, device, compiled=True),
         "original": lambda: Original(some, config, length, batch, device),
     }
     if not settings.compile:
         del arms["hf-trainer-compiled"]
-    if device.type != "cuda" or work != "classification":  # nothing is compiled, or a short run is no case
-        del arms["ours-short-run"]
     return Case(work, name, "classification", config, batch, length, arms, fingerprint=store.fingerprint)
 
 

@@ -14,7 +14,6 @@ from oelm.bench.measure import measure, omitted_product, square_product
 from oelm.bench.profile import profiled
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
 from oelm.errors import UserError
-from oelm.speed.cuda_graphs import RECOMPILE_LIMIT
 from oelm.system.files import write_json
 
 
@@ -28,7 +27,7 @@ def run_bench(
     """Measure every case asked for. With `json_file` the record is written after each of them. `stopped` is
     asked before every round; once it says so, what is measured by then is all."""
     began = time.monotonic()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # arms share the code of their blocks
+    torch._dynamo.config.recompile_limit = 64  # arms share the code of their blocks
     # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False

@@ -119,7 +119,7 @@ def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: fl
     from oelm.models.build import default_model
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state
-    from oelm.training.session import stopping
+    from oelm.training.stopping import stopping
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
     state = process_state()

@@ -1,6 +1,7 @@
 """Batches of tensors from a store: gathered from the flat array by index, without a loop over items."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,26 @@ from oelm.data.store import IGNORE, Split
 from oelm.errors import UserError
 
 Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the texts of a batch lie in memory."""
+
+    packed: bool = False  # end to end instead of padded
+    round_widths: bool = False  # training batches have few shapes, as CUDA graphs want it
+    segments: bool = True  # the second text of a pair is marked
+
+
+class Packing(NamedTuple):
+    """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
+
+    `bounds` is int32 on the tokens' device; texts of length zero are allowed, so that its size can be fixed.
+    All N tokens belong to a text. `longest` is at least the length of every text.
+    """
+
+    bounds: torch.Tensor
+    longest: int
 
 
 @dataclass

@@ -14,6 +14,7 @@ from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
+from oelm.data.assemble import Layout
 from oelm.data.catalogue import LM, SEQ2SEQ
 from oelm.data.tasks.objective import make_objective
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
@@ -167,16 +168,16 @@ class Trained:
         self._check_kind(store)
         agree_on_padding(self.model, self.tokenizer)
         objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
-        objective.segments = takes_segments(self.model)
         if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
         precision, _ = resolve_precision("auto", self.device)
+        layout = Layout(segments=takes_segments(self.model))
         display = Display(split, 0, 0, show, unit="batch")
         try:
             measured = evaluate(
-                self.model, objective, split, autocast_of(precision, self.device), display.watch
+                self.model, objective, split, autocast_of(precision, self.device), display.watch, layout
             )
         finally:
             display.close()

@@ -43,14 +43,11 @@ from transformers.modeling_outputs import (
 from oelm.convert import apply_method, refreeze
 from oelm.errors import UserError
 from oelm.method import Method
-from oelm.models.attention import attention_mask_of, rotation_of
-from oelm.models.gpt_block import Block, Embedding, Norm, total
+from oelm.models.gpt_block import Block, attention_mask_of, rotation_of
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.models.lm_loss import causal_lm_loss, shifted
 from oelm.models.pretrained import check_files
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
-from oelm.speed.packed import Packing
-from oelm.speed.rows import pick_rows
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -98,12 +95,12 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
 
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__(config)
-        self.wte = Embedding(config.vocab_size, config.d_model)
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if config.positions == "learned":
-            self.wpe = Embedding(config.max_position_embeddings, config.d_model)
+            self.wpe = nn.Embedding(config.max_position_embeddings, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
-        self.ln_f = Norm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.causal = True
         self.post_init()
         # A config that names a method is honoured when a model is built from it. While `from_pretrained`
@@ -121,68 +118,64 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool = False,
-        packing: Packing | None = None,
-        rows: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """With `packing` the input is one row of texts end to end, with positions counted from 0 in each.
-
-        With `rows`, a position for every text counted through all of them, the last block and what follows
-        are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
-        """
-        if packing is not None:
-            self._check_packing(attention_mask, position_ids)
-        x = inputs_embeds if input_ids is None else self.wte(input_ids)  # (B, T, C)
-        if x is None or (inputs_embeds is not None and input_ids is not None):
+        if (input_ids is None) == (inputs_embeds is None):
             raise UserError("a model is given either input_ids or inputs_embeds")
-        length, device = x.shape[1], x.device
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
-        if attention_mask is not None and device.type == "cpu" and not torch.compiler.is_compiling():
-            # Where nothing is hidden, attention without a mask is faster; a GPU would have to be waited for.
-            attention_mask = None if attention_mask.all() else attention_mask
+        x = inputs_embeds if input_ids is None else self.wte(input_ids)  # (B, T, C)
+        assert x is not None
         if getattr(past_key_values, "is_compileable", False):
             raise UserError("a static cache is not supported; leave cache_implementation at its default")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        seen = length + (past_key_values.get_seq_length() if past_key_values is not None else 0)
-        longest = seen if packing is None else packing.longest
-        if self.config.positions == "learned" and longest > self.config.max_position_embeddings:
-            raise UserError(f"{longest} positions, but this model has {self.config.max_position_embeddings}")
-        if position_ids is None:
-            # Padding does not count: a text gives the same result wherever its padding stands.
-            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
-            position_ids = (valid.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        mask, causal = None, self.causal
-        if attention_mask is not None or (self.causal and 1 < length < seen):
-            valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
-            mask, causal = attention_mask_of(valid, length, self.causal), False
-        rotation = late = None
-        if self.config.positions == "learned":
-            late = self.wpe(position_ids, packing)
-        else:
-            head_dim = self.config.d_model // self.config.num_heads
-            rotation = rotation_of(position_ids.expand(len(x), -1), head_dim, self.config.rope_theta)
-        if self.dropout.p and self.training:
-            x, late = self.dropout(total(x, late)), None
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        position_ids, mask, causal = self.positions_and_mask(x, attention_mask, position_ids, cached)
+        rotation = self.rotation(position_ids, len(x))
+        if rotation is None:
+            x = x + self.wpe(position_ids)
+        x = self.dropout(x)
         hidden: list[Any] = []
         for block in self.h:
             if output_hidden_states:
-                hidden.append(total(x, late))
-            wanted = rows if block is self.h[-1] else None
-            x, late = block(x, late, mask, causal and length > 1, rotation, past_key_values, packing, wanted)
-        _, x = self.ln_f(x, late)
+                hidden.append(x)
+            x = block(x, mask, causal, rotation, past_key_values)
+        x = self.ln_f(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
 
-    def _check_packing(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
-        if self.causal or attention_mask is not None or position_ids is None:
-            raise UserError("packed texts are for bidirectional models, with position_ids and without a mask")
-        if self.training and self.config.attention_dropout:
-            raise UserError("packed attention knows no attention dropout; set attention_dropout = 0 or pad")
+    def positions_and_mask(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cached: int
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Position ids (B, T), an attention mask (B, 1, T, S) where one is needed, and whether attention must
+        be causal beside it."""
+        length, device = x.shape[1], x.device
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
+        if attention_mask is not None and device.type == "cpu" and attention_mask.all():
+            attention_mask = None  # attention without a mask is faster; a GPU would have to be waited for
+        seen = length + cached
+        self.check_positions(seen)
+        valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+        if position_ids is None:
+            # Padding does not count: a text gives the same result wherever its padding stands.
+            position_ids = (valid.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        if attention_mask is not None or (self.causal and 1 < length < seen):
+            return position_ids, attention_mask_of(valid, length, self.causal), False
+        return position_ids, None, self.causal and length > 1
+
+    def check_positions(self, longest: int) -> None:
+        if self.config.positions == "learned" and longest > self.config.max_position_embeddings:
+            raise UserError(f"{longest} positions, but this model has {self.config.max_position_embeddings}")
+
+    def rotation(self, position_ids: Tensor, texts: int) -> Tensor | None:
+        """The angles of rotary positions; None where positions are learned."""
+        if self.config.positions == "learned":
+            return None
+        head_dim = self.config.d_model // self.config.num_heads
+        return rotation_of(position_ids.expand(texts, -1), head_dim, self.config.rope_theta)
 
 
 class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
@@ -267,49 +260,29 @@ class OelmGPTForSequenceClassification(_Bidirectional):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        packing: Packing | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        if tokens is None:
-            raise UserError("a model is given either input_ids or inputs_embeds")
-        rows = None
-        if self.config.pooling == "last":
-            rows = self._last_rows(tokens.shape[0], tokens.shape[1], tokens.device, attention_mask, packing)
-        # What no pooled token depends on is not computed, unless somebody wants to see it.
-        early = None if kwargs.get("output_hidden_states") else rows
-        out = self.transformer(input_ids, attention_mask, packing=packing, rows=early, **kwargs)
+        out = self.transformer(input_ids, attention_mask, **kwargs)
         x = out.last_hidden_state
-        if rows is not None:
-            pooled = (x if early is not None else pick_rows(x, rows)).flatten(0, 1)
-        elif packing is not None:
-            pooled = _mean_packed(x[0], packing.bounds.long())
+        valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
+        if self.config.pooling == "last":
+            pooled = x[torch.arange(len(x), device=x.device), last_positions(valid)]
         else:
-            valid = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask
             weight = valid.float()[..., None]
             pooled = ((x * weight).sum(1) / weight.sum(1).clamp(min=1)).to(x.dtype)
+        return self.classified(pooled, labels, out.hidden_states)
+
+    def classified(self, pooled: Tensor, labels: Tensor | None, hidden: Any) -> SequenceClassifierOutput:
+        """The output for pooled texts (B, C)."""
         logits = self.classifier(self.dropout(pooled))
         return SequenceClassifierOutput(
-            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+            loss=cross_entropy(logits, labels), logits=logits, hidden_states=hidden
         )
 
-    def _last_rows(
-        self, texts: int, length: int, device: torch.device, mask: Tensor | None, packing: Packing | None
-    ) -> Tensor:
-        """Where the last token of every text is, counted through all texts; anywhere for one without."""
-        if packing is not None:
-            return (packing.bounds[1:].long() - 1).clamp(min=0)
-        first = torch.arange(texts, device=device) * length
-        if mask is None:
-            return first + length - 1
-        return first + (mask.long() * torch.arange(length, device=device)).argmax(1)
 
-
-def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
-    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
-    text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
-    sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
-    return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
+def last_positions(valid: Tensor) -> Tensor:
+    """Where the last valid token of every text is (B,); 0 for a text without one."""
+    return (valid.long() * torch.arange(valid.shape[1], device=valid.device)).argmax(1)
 
 
 class OelmGPTForTokenClassification(_Bidirectional):

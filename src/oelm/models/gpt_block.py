@@ -1,88 +1,110 @@
-"""A block of the reference GPT and its parts. The model they make is in gpt.py.
+"""A block of the reference GPT: self-attention, feed-forward network, residual connections. The model they
+make is in gpt.py; speed/forward.py computes the same faster.
 
-Shapes in comments: B texts, T positions, C = d_model.
+Shapes in comments: B texts, T positions, S positions seen (T plus cached), C = d_model, H heads, D = C / H.
 """
 
+from contextlib import nullcontext
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from oelm.models.attention import SelfAttention
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.speed.gelu import gelu
-from oelm.speed.own import add_norm, is_plain, linear_gelu, run_here
-from oelm.speed.packed import Packing
-from oelm.speed.rows import look_up, look_up_positions, pick_rows
+
+# Not cuDNN: with a mask its backward pass gives NaN once scores reach about 200 (seen on an H200, torch 2.11,
+# cuDNN 9.19). Trained Q/K reach that, frozen orthonormal ones do not, so it would decide comparisons.
+MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Embedding(nn.Embedding):
-    def forward(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
-        """With `packing`, ids are the positions of texts that lie end to end."""
-        if packing is not None:
-            return look_up_positions(self.weight, ids, packing)
-        return look_up(self.weight, ids)
+class SelfAttention(nn.Module):
+    def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.num_heads, self.layer_idx = config.num_heads, layer_idx
+        self.attention_dropout = config.attention_dropout
+        self.value_only = False  # set by a method whose scores are constants for the backward pass
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
-
-class Norm(nn.LayerNorm):
-    own_kernels = False  # training turns them on where they are faster (training/fast.py)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, late: Tensor | None = None, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x with what is still to be added to it, or only these rows of it; and all of it normalised."""
-        if self.own_kernels and late is not None and late.shape == x.shape and run_here(x):
-            return add_norm(x, late, self, rows)
-        x = total(x, late)
-        return x if rows is None else pick_rows(x, rows), super().forward(x)
+    def forward(
+        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        heads = (self.num_heads, -1)
+        q, k, v = (part(x).unflatten(-1, heads) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)  # (B, T, H, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
+        if self.value_only:
+            q, k = q.detach(), k.detach()
+        y = masked_attention(q, k, v, mask, causal, self.attention_dropout if self.training else 0.0)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    own_kernels = False  # as in Norm
-
     def __init__(self, config: OelmGPTConfig) -> None:
         super().__init__()
         self.fc_in = nn.Linear(config.d_model, config.d_ff)
         self.fc_out = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.own_kernels and is_plain(self.fc_in) and run_here(x)
-        return self.fc_out(linear_gelu(x, self.fc_in) if own else gelu(self.fc_in(x)))
+        return self.fc_out(F.gelu(self.fc_in(x)))
 
 
 class Block(GradientCheckpointingLayer):
     def __init__(self, config: OelmGPTConfig, layer_idx: int) -> None:
         super().__init__()
-        self.ln_1 = Norm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.attn = SelfAttention(config, layer_idx)
-        self.ln_2 = Norm(config.d_model, eps=config.layer_norm_eps)
+        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        late: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        rotation: Tensor | None,
-        cache: Cache | None,
-        packing: Packing | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The result, and what is still to be added to it: `late` for the next block.
-
-        Where adding and normalising is one kernel, a block leaves its last sum to the next one.
-        With `rows` (B,), counted through all texts, the result is these only: (B, 1, C).
-        """
-        x, y = self.ln_1(x, late, rows)
-        asking = None if rows is None else self.ln_1(x)[1]
-        y = self.attn(y, mask, causal, rotation, cache, packing, rows, asking)
-        x, y = self.ln_2(x, self.dropout(y))
-        y = self.dropout(self.mlp(y))
-        fused = self.ln_1.own_kernels or torch.compiler.is_compiling()
-        return (x, y) if fused else (x + y, None)
+        self, x: Tensor, mask: Tensor | None, causal: bool, rotation: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x), mask, causal, rotation, cache))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
-def total(x: Tensor, late: Tensor | None) -> Tensor:
-    return x if late is None else x + late
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """PyTorch's attention of (B, H, T, D) tensors, by kernels that are right about masks."""
+    with sdpa_kernel(MASKED_KERNELS) if mask is not None and q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+
+
+def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """cos and sin of every position's angles, stacked: (2, B, T, 1, D/2), float32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions[:, :, None, None].float() * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle. Lengths, and so orthonormality, stay."""
+    cos, sin = rotation.to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+def attention_mask_of(valid: Tensor, queries: int, causal: bool) -> Tensor:
+    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S).
+
+    A padded query may look at itself: with nothing to look at its softmax would be NaN, and the NaN
+    would reach real tokens through the next layer.
+    """
+    seen = valid.shape[1]
+    query = torch.arange(seen - queries, seen, device=valid.device)[:, None]
+    key = torch.arange(seen, device=valid.device)[None, :]
+    mask = valid[:, None, None, :].bool()
+    if causal:
+        mask = mask & (key <= query)
+    return mask | (key == query)

@@ -11,6 +11,7 @@ padding has no probability, and no parameter, gradient or checkpoint knows of it
 Shapes in comments: N rows, C = d_model, V words, P = V padded, n rows of a chunk.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,12 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.errors import UserError
-from oelm.speed.plain import kernels_allowed
-
-try:
-    from oelm.speed.kernels import cross_entropy_triton
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    cross_entropy_triton = None  # type: ignore[assignment]
 
 IGNORE_INDEX = -100
 ALIGNMENT = 64
@@ -35,6 +30,14 @@ SMALLEST_CHUNK = 128
 NO_AUTOCAST = "meta"  # the device on which sizes and operations are counted
 # Most probabilities lie below fp16's normal numbers; times this they do not. Sums are fp32: none overflows.
 FP16_GAIN = 1024.0
+
+
+def no_kernel(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    return None
+
+
+# Gives a kernel for a chunk's losses (and gradient, in place of its logits); the fast path puts its own here.
+kernel_for: Callable[[Tensor, torch.dtype], Callable[..., Tensor] | None] = no_kernel
 
 
 def lm_loss(
@@ -76,7 +79,7 @@ def lm_losses(
     rows = _check(hidden, weight, targets, chunk)
     dtype = _product_dtype(hidden)
     with _no_autocast(hidden.device.type):
-        fused, kept, x = _has_kernel(hidden, dtype), targets != ignore_index, hidden.to(dtype)
+        fused, kept, x = kernel_for(hidden, dtype), targets != ignore_index, hidden.to(dtype)
         targets = targets.contiguous() if fused else targets.masked_fill(~kept, 0)
         padded, vocab = _padded(weight, dtype), len(weight)
         losses = x.new_zeros(len(x), dtype=_wide(dtype))
@@ -84,9 +87,7 @@ def lm_losses(
             part = slice(start, start + rows)
             logits = x[part] @ padded.t()  # (n, P)
             if fused:
-                losses[part] = cross_entropy_triton.cross_entropy_(
-                    logits, targets[part], vocab, label_smoothing, 1.0, ignore_index, False
-                )
+                losses[part] = fused(logits, targets[part], vocab, label_smoothing, 1.0, ignore_index, False)
             else:
                 losses[part] = _losses(_cut(logits, vocab), targets[part], vocab, label_smoothing)
         return losses if fused else losses.masked_fill(~kept, 0)
@@ -141,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
         narrow = dtype if hidden.is_cuda else wide
         gain = FP16_GAIN if narrow == torch.float16 else 1.0
         with _no_autocast(hidden.device.type):
-            fused = dtype == narrow and _has_kernel(hidden, dtype)
+            fused = kernel_for(hidden, dtype) if dtype == narrow else None
             kept = targets != ignore_index
             # Rows that do not count may hold anything: zeros keep it out of the weight's gradient.
             x = hidden.detach().to(dtype).masked_fill(~kept[:, None], 0)
@@ -155,9 +156,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + rows)
                 grad = x[part] @ padded.t()  # the logits (n, P), as yet
                 if fused:
-                    losses[part] = cross_entropy_triton.cross_entropy_(
-                        grad, targets[part], vocab, smoothing, gain, ignore_index, True
-                    )
+                    losses[part] = fused(grad, targets[part], vocab, smoothing, gain, ignore_index, True)
                 else:
                     losses[part], grad = _losses_and_gradient(
                         _cut(grad, vocab), targets[part], vocab, smoothing, narrow, gain
@@ -258,13 +257,6 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 def _no_autocast(kind: str) -> Any:
     return nullcontext() if kind == NO_AUTOCAST else torch.autocast(kind, enabled=False)
-
-
-def _has_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
-    # Unfused, the passes over the logits cost a GPU as much time as the products.
-    if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
-        return False
-    return hidden.is_cuda or cross_entropy_triton.INTERPRETED
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -> int:

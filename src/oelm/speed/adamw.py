@@ -26,8 +26,8 @@ VECTOR_BYTES = 16
 CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
 
 
-def can_be_own(weights: Iterable[Tensor]) -> bool:
-    """Whether AdamW of these weights can be our own."""
+def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
+    """Whether AdamW of these weights can be one kernel."""
     return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
 
 
@@ -50,13 +50,26 @@ def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
     return optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
+    """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
+    every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
+    not finite, this step and all later ones change nothing: see `fault_of`."""
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    # What clip_grad_norm_ multiplies by. Fused optimizers look here for what a GradScaler would tell them.
+    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
+    fault_of(optimizer).logical_or_(~norm.isfinite())
+    return norm
+
+
 def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a weight before its first step."""
     moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": weight.new_zeros((), dtype=torch.float32), **moments}
 
 
-class OwnAdamW(torch.optim.AdamW):
+class RecordableAdamW(torch.optim.AdamW):
     """PyTorch's, unless it is told to `gather` all gradients before a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

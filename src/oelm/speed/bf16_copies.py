@@ -13,21 +13,23 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from oelm.models.attention import SelfAttention
+from oelm.models.gpt_block import SelfAttention
+from oelm.speed.forward import FastForward
 
 
-class HalfWeights:
+class Bf16Copies:
     """The copies of a model's weights, made for it on its device. The model itself is not changed."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, forward: FastForward | None = None) -> None:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         copies: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-        self.joints: list[tuple[SelfAttention, nn.Parameter]] = []
+        self.forward = forward
+        self.joint: dict[int, torch.Tensor] = {}  # q, k and v in one, by the id of their attention
         for module in model.modules():
-            if isinstance(module, SelfAttention):
+            if forward is not None and isinstance(module, SelfAttention):
                 parts = (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
                 joint = torch.cat([part.detach().to(dtype) for part in parts])
-                self.joints.append((module, nn.Parameter(joint, requires_grad=False)))
+                self.joint[id(module)] = joint
                 for part, rows in zip(parts, joint.chunk(3), strict=True):
                     copies[id(part)] = part, nn.Parameter(rows, part.requires_grad)
         self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -68,15 +70,15 @@ class HalfWeights:
         """The model computes with the copies while this lasts."""
         for module, name, _, copy in self.places:
             module._parameters[name] = copy
-        for attention, joint in self.joints:
-            attention.joint = joint
+        if self.forward is not None:
+            self.forward.joint = self.joint
         try:
             yield
         finally:
             for module, name, own, _ in self.places:
                 module._parameters[name] = own
-            for attention, _ in self.joints:
-                attention.register_parameter("joint", None)
+            if self.forward is not None:
+                self.forward.joint = {}
 
     @torch.no_grad()
     def collect(self, rooms: Callable[[], dict[int, torch.Tensor]] = dict) -> None:

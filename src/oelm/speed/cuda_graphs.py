@@ -1,4 +1,4 @@
-"""The fast paths: no padding, blocks compiled, and a step as one CUDA graph. They compute the same sums.
+"""A training step as a CUDA graph.
 
 A small step on a large GPU is a queue of short kernels, and starting each takes longer than running it. A
 CUDA graph starts them all at once. It wants the same tensors at the same addresses every time, so batches
@@ -7,108 +7,14 @@ are filled up to a few shapes (`data.assemble.filled`), and each shape has a gra
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oelm.config import RunConfig
-from oelm.data.tasks.objective import Batch, Classification, Objective, pinned
-from oelm.models.attention import SelfAttention
-from oelm.models.gpt import OelmGPTPreTrainedModel
-from oelm.models.gpt_block import FeedForward, Norm
-from oelm.speed.own import have_own_kernels
-from oelm.training.parallel import DTYPES
+from oelm.data.tasks.objective import Batch, pinned
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
-# Tokens. On an H200 compiling takes 10 to 35 s and saves 0.02 to 0.08 us a token: `ours` and `ours-short-run`
-# in benchmarks/h200.json.
-COMPILE_FROM = 300_000_000
-# All blocks share one code, which is compiled anew for the first, the last and the others, with gradients and
-# without; past the limit PyTorch would go on uncompiled.
-RECOMPILE_LIMIT = 64
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Which fast paths a run takes; where it does not, why."""
-
-    padded: str | None
-    eager: str | None
-    compiled: bool
-    own_kernels: bool = False
-    own_adamw: bool = False
-    rows: tuple[int, int] | None = None  # of the embedding: in use, of all
-    table: int | None = None  # of those in use, the most that train at a time
-
-    def __str__(self) -> str:
-        texts = "texts are packed end to end" if self.padded is None else f"texts are padded ({self.padded})"
-        steps = "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})"
-        blocks = f"blocks are {'compiled' if self.compiled else 'not compiled'}"
-        blocks += "; attention, norms and GELU by kernels of our own" if self.own_kernels else ""
-        rows = f"; {self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use" if self.rows else ""
-        rows += f", {self.table:,} at a time" if self.table else ""
-        optimizer = "; AdamW is one kernel for all weights" if self.own_adamw else ""
-        return f"{texts}; {steps}; {blocks}{optimizer}{rows}"
-
-
-def why_padded(config: RunConfig, objective: Objective, model: nn.Module, device: torch.device) -> str | None:
-    """Why texts are padded in this run; None where they are packed end to end."""
-    if not config.training.fast:
-        return "training.fast is off"
-    if not isinstance(objective, Classification) or not isinstance(model, OelmGPTPreTrainedModel):
-        return "only classifiers of the reference GPT are packed"
-    if device.type != "cuda":
-        return "without a GPU padding to similar lengths is as fast"
-    if model.config.attention_dropout:
-        return f"attention dropout {model.config.attention_dropout:g} needs padded attention"
-    return None
-
-
-def why_eager(
-    config: RunConfig, model: nn.Module, processes: int, device: torch.device, precision: str
-) -> str | None:
-    """Why a step is not a CUDA graph in this run; None where it is."""
-    if not config.training.fast:
-        return "training.fast is off"
-    if device.type != "cuda":
-        return "CUDA graphs need a GPU"
-    if processes > 1:
-        return "several processes exchange gradients"
-    if precision == "fp16":
-        return "fp16 skips steps"
-    if config.training.gradient_checkpointing:
-        return "gradient checkpointing draws its random numbers twice"
-    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
-        return "layers are dropped anew at every step"
-    return None
-
-
-def use_own_kernels(model: nn.Module, config: RunConfig, device: torch.device, precision: str) -> bool:
-    """Have a reference GPT's attention, norms and GELU computed by our own kernels, where they are faster."""
-    if not config.training.fast or not isinstance(model, OelmGPTPreTrainedModel):
-        return False
-    dtype = DTYPES.get(precision, torch.float32)
-    if not have_own_kernels(device, dtype, model.config.d_model, model.config.num_heads):
-        return False
-    for module in model.modules():
-        if isinstance(module, SelfAttention | Norm | FeedForward):
-            module.own_kernels = True
-    return True
-
-
-def compile_blocks(model: nn.Module, tokens: float, config: RunConfig, device: torch.device) -> bool:
-    """Compile every block of a reference GPT in place, where the run's tokens are enough to earn it back."""
-    if not config.training.fast or device.type != "cuda" or tokens < COMPILE_FROM:
-        return False
-    if not isinstance(model, OelmGPTPreTrainedModel):
-        return False
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    final: Any = model.base_model.ln_f
-    for module in (*model.base_model.h, *(() if final.own_kernels else (final,))):  # type: ignore[misc]
-        module.compile(dynamic=True)
-    return True
 
 
 class GraphedStep:

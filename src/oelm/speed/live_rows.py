@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.models.gpt_block import Embedding
+from oelm.speed.operations import look_up
 from oelm.speed.row_windows import RowWindows
-from oelm.speed.rows import look_up
 
 WORTH_IT = 0.9  # the largest share of rows in use at which others are set aside
 
@@ -85,7 +84,7 @@ def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
     Returns how many rows are in use, of how many; None where all stayed.
     """
     whole = model.get_input_embeddings()
-    if type(whole) not in (nn.Embedding, Embedding):  # others may do more than look up
+    if type(whole) is not nn.Embedding:  # others may do more than look up
         return None
     plain = whole.max_norm is None and not whole.scale_grad_by_freq and not whole.sparse
     every = [module for _, module in model.named_modules(remove_duplicate=False)]

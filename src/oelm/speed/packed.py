@@ -1,28 +1,16 @@
 """Attention over texts that lie end to end, each attending to itself: no padding is ever computed."""
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oelm.data.assemble import Packing
 from oelm.speed.value_only import value_only_attention_varlen
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # builds of torch without flash attention
     varlen_attn = None  # type: ignore[assignment]
-
-
-class Packing(NamedTuple):
-    """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
-
-    `bounds` is int32 on the tokens' device; texts of length zero are allowed, so that its size can be fixed.
-    All N tokens belong to a text. `longest` is at least the length of every text.
-    """
-
-    bounds: Tensor
-    longest: int
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:

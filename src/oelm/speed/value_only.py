@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.errors import UserError
-from oelm.speed.plain import kernels_allowed
+from oelm.speed.operations import kernels_allowed
 
 try:
     from oelm.speed.kernels import attention_triton, value_only_triton

@@ -7,15 +7,20 @@ paths differ by more than the tolerance, float32 decides which of them errs.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from oelm.data import Epoch
+from oelm.data.assemble import Layout
 from oelm.errors import RunError
-from oelm.speed.plain import plain_path
+from oelm.training.step import Watch
+
+if TYPE_CHECKING:
+    from oelm.speed.step import FastStep
 
 # Steps. To compare takes as long as some forty fast ones: under a hundredth of all. At the first step nothing
 # is recorded yet as a CUDA graph, some hundred steps later every shape is.
@@ -26,35 +31,15 @@ TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "
 TIMES_WORSE = 4  # than the plain path, as far as float32 can tell, the fast one may be
 
 
-@dataclass
-class Watch:
-    """What was compared so far: a part of the record."""
-
-    checks: int = 0
-    skipped: int = 0  # because the plain path needs more memory than there is
-    largest: dict[str, float] = field(default_factory=dict)  # relative deviations of loss and grad_norm
-    again: bool = True  # at the next step: the first one, or the run goes on with other hardware or software
-
-    def due(self, step: int) -> bool:
-        return self.again or step in EARLY or (step > 0 and step % EVERY == 0)
-
-    def skip(self) -> None:
-        self.skipped, self.again = self.skipped + 1, False
-
-    def add(self, deviation: dict[str, float]) -> None:
-        self.checks, self.again = self.checks + 1, False
-        for name, value in deviation.items():
-            if math.isfinite(value):
-                self.largest[name] = max(self.largest.get(name, 0.0), value)
+UNWATCHED = {"fp16": "fp16 has no tolerance"}  # by precision: why the fast path is not compared
 
 
-def why_unwatched(stepper: Any) -> str | None:
-    """Why the fast path of a run is not compared; None where it is."""
-    if stepper.plain:
-        return "the run takes the plain path"
-    if stepper.state.num_processes > 1:
-        return "several processes"
-    return None if stepper.precision in TOLERANCE else f"{stepper.precision} has no tolerance"
+def due(watch: Watch, step: int) -> bool:
+    return watch.again or step in EARLY or (step > 0 and step % EVERY == 0)
+
+
+def skip(watch: Watch) -> None:
+    watch.skipped, watch.again = watch.skipped + 1, False
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -74,69 +59,60 @@ class Yardstick:
     exact: dict[str, float]
 
 
-def yardstick(stepper: Any, batches: Epoch, k: int) -> Yardstick:
+def yardstick(step: "FastStep", batches: Epoch, k: int) -> Yardstick:
     """Of batch k, with the weights as they are."""
-    plain = numbers(stepper, batches, k)
-    exact = plain if stepper.precision == "fp32" else numbers(stepper, batches, k, precise=True)
+    plain = measure(step, batches, k)
+    exact = plain if step.precision == "fp32" else measure(step, batches, k, precise=True)
     return Yardstick(plain, exact)
 
 
-def compare(fast: dict[str, float], right: Yardstick, precision: str, step: int) -> dict[str, float]:
-    """The relative deviations of the fast path's numbers from the plain path's.
+def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: str, step: int) -> None:
+    """Note the relative deviations of the fast path's numbers from the plain path's.
 
     Raises RunError where they are beyond the tolerance and float32 says that the fast path is to blame. What
     is not finite in the plain path, too, is for the run itself to notice.
     """
-    deviation = {name: _apart(fast[name], right.plain[name]) for name in right.plain}
     for name, allowed in TOLERANCE[precision].items():
-        if (
-            deviation[name] <= allowed
-            or not math.isfinite(right.plain[name])
-            or not math.isfinite(fast[name])
-        ):
-            continue
-        usual = max(_apart(right.plain[name], right.exact[name]), allowed)
-        if _apart(fast[name], right.exact[name]) > TIMES_WORSE * usual:
-            raise RunError(
-                f"step {step}: {name} is {fast[name]:.6g} by the fast path, {right.plain[name]:.6g} by the "
-                f"plain path and {right.exact[name]:.6g} in float32: the fast path errs on this machine; "
-                "set training.fast=false, and please report this"
-            )
-    return deviation
+        deviation = _deviation(fast[name], right.plain[name])
+        if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):
+            usual = max(_deviation(right.plain[name], right.exact[name]), allowed)
+            if _deviation(fast[name], right.exact[name]) > TIMES_WORSE * usual:
+                raise RunError(
+                    f"step {step}: {name} is {fast[name]:.6g} by the fast path, {right.plain[name]:.6g} by "
+                    f"the plain path and {right.exact[name]:.6g} in float32: the fast path errs on this "
+                    "machine; set training.fast=false, and please report this"
+                )
+        if math.isfinite(deviation):
+            watch.largest[name] = max(watch.largest.get(name, 0.0), deviation)
+    watch.checks, watch.again = watch.checks + 1, False
 
 
-def _apart(a: float, b: float) -> float:
+def _deviation(a: float, b: float) -> float:
     """The relative deviation of a from b."""
     return abs(a - b) / max(abs(b), 1e-12)
 
 
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
-
-
-def numbers(
-    stepper: Any, batches: Epoch, k: int, plain: bool = True, precise: bool = False
+def measure(
+    step: "FastStep", batches: Epoch, k: int, plain: bool = True, precise: bool = False
 ) -> dict[str, float]:
     """Loss and gradient norm of batch k with the weights as they are, without dropout. Nothing is changed.
 
-    `precise`: in float32, whatever the precision of the run.
+    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run.
     """
-    objective, model, device = stepper.objective, stepper.raw, stepper.state.device
+    objective, model, device = step.objective, step.raw, step.state.device
+    layout = Layout(segments=step.layout.segments) if plain else replace(step.layout, round_widths=False)
     items = batches.batch(k)
-    count, size = objective.count("train", items), float(objective.plan("train", 1, None, None).lengths.max())
-    parts = min(len(items), max(1, math.ceil(len(items) * size / PART_TOKENS)))
+    count, longest = objective.count("train", items), float(step.plan.lengths.max())
+    parts = min(len(items), max(1, math.ceil(len(items) * longest / PART_TOKENS)))
     weights = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(weights)
-    loss = 0.0
-    before = objective.packed, objective.static, model.training
+    loss, training = 0.0, model.training
     try:
         model.eval()  # no dropout, and an embedding that trains in windows is whole
-        objective.static = False
-        objective.packed = objective.packed and not plain
-        with plain_path(plain), torch.compiler.set_stance("force_eager"):
+        with step.suspended() if plain else nullcontext():
             for part in range(parts):
-                batch = objective.batch("train", batches.share(k, part, parts)).to(device)
-                with torch.autocast(device.type, enabled=False) if precise else stepper.autocast():
+                batch = objective.batch("train", batches.share(k, part, parts), layout).to(device)
+                with torch.autocast(device.type, enabled=False) if precise else step.autocast():
                     value = objective.loss(model, batch) / count
                 grads = torch.autograd.grad(value, weights, allow_unused=True)
                 loss += float(value.detach())
@@ -144,7 +120,6 @@ def numbers(
                     s if g is None else g if s is None else s + g for s, g in zip(sums, grads, strict=True)
                 ]
     finally:
-        objective.packed, objective.static = before[:2]
-        model.train(before[2])
+        model.train(training)
     norms = torch.stack([torch.linalg.vector_norm(s.float()) for s in sums if s is not None])
     return {"loss": loss, "grad_norm": float(torch.linalg.vector_norm(norms))}

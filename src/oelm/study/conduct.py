@@ -13,7 +13,7 @@ from oelm.study.design import Study, StudyConfig
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.scheduler import Progress, Runner, Slot
 from oelm.system.terminal import say
-from oelm.training.session import stopping
+from oelm.training.stopping import stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ from oelm.study.folder import Setting
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
 from oelm.training.failure import failure_kind
-from oelm.training.session import Stop
+from oelm.training.stopping import Stop
 
 STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told to stop
 # Seconds before each further attempt at a run that a fault ended; after the last one the study stops.

@@ -15,10 +15,10 @@ import hashlib
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from oelm.errors import RunError, UserError
-from oelm.speed.live_rows import live_weights
 from oelm.system.files import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
@@ -50,21 +49,31 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
+Tensors = dict[str, Tensor]
+
+
+class ShortRows(Protocol):
+    """An embedding whose parameter holds only the rows in use; a checkpoint holds all of them."""
+
+    aside: Tensor
+
+    def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor: ...
+
+    def narrowed(self, whole: Tensor) -> Tensor: ...
+
+
 def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every parameter, and every moment of those that have any, by name."""
-    live = live_weights(model)
-    for embedding in live.values():
-        embedding.fold()
-    parameters, moments = {}, {}
+    model: nn.Module, optimizer: torch.optim.Optimizer, short: Mapping[str, ShortRows] | None = None
+) -> tuple[Tensors, Tensors]:
+    """Every parameter, and every moment of those that have any, by name. `short` names those with fewer rows
+    than they are saved with."""
+    short, parameters, moments = short or {}, {}, {}
     for name, parameter in model.named_parameters():
-        short = live.get(name)
-        value = whole(parameter)
-        parameters[name] = short.widened(value, short.aside) if short else value
+        value, rows = whole(parameter), short.get(name)
+        parameters[name] = rows.widened(value, rows.aside) if rows else value
         for key, moment in optimizer.state.get(parameter, {}).items():
             value = whole(torch.as_tensor(moment))
-            moments[f"{name}/{key}"] = short.widened(value) if short and value.dim() else value
+            moments[f"{name}/{key}"] = rows.widened(value) if rows and value.dim() else value
     return parameters, moments
 
 
@@ -79,22 +88,25 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Put a checkpoint's values where they came from, sharded as the model is."""
-    live = live_weights(model)
+def restore(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    short: Mapping[str, ShortRows] | None = None,
+) -> None:
+    """Put a checkpoint's values where they came from, sharded as the model is; `short` as in `capture`."""
+    short = short or {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value, short = checkpoint.model[name], live.get(name)
-            if short:
-                short.close()
-            parameter.copy_(_like(short.narrowed(value) if short else value, parameter))
+            value, rows = checkpoint.model[name], short.get(name)
+            parameter.copy_(_like(rows.narrowed(value) if rows else value, parameter))
     if optimizer is None:
         return
     names = dict(model.named_parameters())
     for key, value in checkpoint.optimizer.items():
         name, _, moment = key.rpartition("/")
-        parameter, short = names[name], live.get(name)
-        value = short.narrowed(value) if short and value.dim() else value
+        parameter, rows = names[name], short.get(name)
+        value = rows.narrowed(value) if rows and value.dim() else value
         placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
         state = optimizer.state[parameter]
         if moment in state:  # where it is, it may be part of a recorded step
@@ -189,7 +201,7 @@ class Checkpoints:
         """Where the weights of the best evaluation are gone, look for the best anew from this step on.
 
         A run that falls back to the checkpoint before a best one meets that case: the best before it was
-        deleted when the new one was written. It finds the new one again, as anything here beats less.
+        deleted when the new one was written. It finds the new one again, because the best score is reset.
         """
         best = state.get("best")
         if best is None or best["step"] == state["step"]:

@@ -8,7 +8,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from oelm.data.tasks.objective import Measured, Objective
+from oelm.data.assemble import Layout
+from oelm.data.tasks.objective import PADDED, Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray
@@ -23,6 +24,7 @@ def evaluate(
     split: str,
     autocast: Any,
     watch: Callable[[int, int], None] = lambda done, of: None,
+    layout: Layout = PADDED,
 ) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
 
@@ -44,7 +46,7 @@ def evaluate(
         watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
         kept = len(items) > 0
-        batch = objective.batch(split, items if kept else epoch.batch(step)[:1]).to(state.device)
+        batch = objective.batch(split, items if kept else epoch.batch(step)[:1], layout).to(state.device)
         with autocast():
             loss, arrays = objective.outputs(model, batch)
         if kept:

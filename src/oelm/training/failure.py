@@ -12,7 +12,7 @@ from oelm.training.checkpoint import Checkpoints
 from oelm.training.folder import RunFolder
 
 if TYPE_CHECKING:
-    from oelm.training.session import Session
+    from oelm.training.run import Run
 
 LOWER = "try a lower learning rate"
 
@@ -36,7 +36,7 @@ def failure_kind(error: BaseException) -> str:
     return "software"
 
 
-def explained(session: "Session | None", folder: RunFolder, error: BaseException) -> BaseException:
+def explained(run: "Run | None", folder: RunFolder, error: BaseException) -> BaseException:
     """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
     if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
@@ -51,16 +51,16 @@ def explained(session: "Session | None", folder: RunFolder, error: BaseException
         return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
     if kind == "software" and torch.are_deterministic_algorithms_enabled() and "deterministic" in text:
         return RunError(text, kind, "set training.deterministic=false to go on without the same bits")
-    if kind == "software" and session is not None and (name := _spoilt(session)):
+    if kind == "software" and run is not None and (name := _spoilt(run)):
         # Not every metric can be computed from what such a model answers.
-        reason = f"{name} is not finite after step {session.progress.step} ({type(error).__name__}: {text})"
+        reason = f"{name} is not finite after step {run.progress.step} ({type(error).__name__}: {text})"
         return RunError(f"{reason}; the last good checkpoint is {last}", "diverged", LOWER)
     return error
 
 
-def _spoilt(session: "Session") -> str | None:
+def _spoilt(run: "Run") -> str | None:
     """A trained weight that is not finite, as far as this process has its weights."""
-    for name, weight in session.raw.named_parameters():
+    for name, weight in run.step.raw.named_parameters():
         part = weight.to_local() if hasattr(weight, "to_local") else weight
         if weight.requires_grad and not part.isfinite().all():
             return name

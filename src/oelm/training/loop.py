@@ -22,17 +22,16 @@ from oelm.data import Epoch, Plan, Store
 from oelm.data.tasks.objective import Measured, make_objective
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model, default_model
-from oelm.speed.live_rows import put_back
-from oelm.speed.plain import plain_path
 from oelm.training import parallel, results
-from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
+from oelm.training.checkpoint import Checkpoint, full_state
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import LOWER, explained, failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
-from oelm.training.schedule import layer_scales, learning_rate, shrinkage
-from oelm.training.session import Session, Stop, fall_back, start_session, stopping
+from oelm.training.run import Run, fall_back, start_run
+from oelm.training.schedule import learning_rate
+from oelm.training.stopping import Stop, stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
@@ -79,31 +78,27 @@ def _train(
     parallel.check_sharding(training.fsdp, state)
     with state.main_process_first():
         raw, report = build_model(config, store, objective.auto_class)
-    session = None
+    run = None
     try:
         if state.is_main_process:
             folder.open(config, overwrite, store.fingerprint)
         state.wait_for_everyone()
-        session = start_session(config, store, objective, folder, state, raw, report, show, stop)
+        run = start_run(config, store, objective, folder, state, raw, report, show, stop)
         stop.patient = True
-        _run(session, plan)
+        _run(run, plan)
         stop.patient = False
         if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
             raise Interrupted(stop.reason or "another process was told to stop")
-        return _finish(session)
+        return _finish(run)
     except BaseException as error:
-        failure = explained(session, folder, error)
-        _record(session, folder, failure)
+        failure = explained(run, folder, error)
+        _record(run, folder, failure)
         if failure is error:
             raise
         raise failure from error
     finally:
-        if session is not None:
-            session.display.close()
-            if session.log is not None:
-                session.log.close()
-            for tracker in session.trackers:
-                tracker.finish()
+        if run is not None:
+            run.close()
         folder.close()
 
 
@@ -125,72 +120,72 @@ class NotFinite(Exception):
         self.items, self.untouched = items, untouched
 
 
-def _run(session: Session, plan: Plan) -> None:
+def _run(run: Run, plan: Plan) -> None:
     """All steps that are left; by the plain path from the first one on that the fast path cannot compute."""
-    if session.progress.due is not None:
-        _evaluate(session, session.progress.due)
-        _save(session)
+    if run.progress.due is not None:
+        _evaluate(run, run.progress.due)
+        _save(run)
     while True:
         try:
-            return _steps(session, plan)
+            return _steps(run, plan)
         except NotFinite as bad:
-            step = session.progress.step + 1
-            alone = session.state.num_processes == 1  # several processes would have to do it together
-            again = session.config.training.fallback and not session.plain and alone and bad.untouched
+            step = run.progress.step + 1
+            alone = run.state.num_processes == 1  # several processes would have to do it together
+            again = run.config.training.fallback and not run.step.plain and alone and bad.untouched
             if not again:
-                raise _diverged(session, step, bad) from None
-            fall_back(session, step)
+                raise _diverged(run, step, bad) from None
+            fall_back(run, step)
 
 
-def _steps(session: Session, plan: Plan) -> None:
-    training, progress = session.config.training, session.progress
-    session.model.train()
+def _steps(run: Run, plan: Plan) -> None:
+    training, progress = run.config.training, run.progress
+    run.step.model.train()
     recent: list[Taken] = []
     started = time.perf_counter()
     timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
-        if progress.step >= session.total or progress.stopped_early:
+        if progress.step >= run.step.total or progress.stopped_early:
             break
-        recent.append(_step(session, batches, k))
+        recent.append(_step(run, batches, k))
         norm, tokens = recent[-1].norm, recent[-1].tokens
-        last = progress.step == session.total
+        last = progress.step == run.step.total
         due = last or (
             progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
         )
         logs = progress.step % training.log_every == 0 or last
         saves = bool(training.save_every) and progress.step % training.save_every == 0
         stops = (
-            session.stop.reason is not None
-            if session.state.num_processes == 1
-            else (logs and parallel.anyone(session.stop.reason is not None, session.state))
+            run.stop.reason is not None
+            if run.state.num_processes == 1
+            else (logs and parallel.anyone(run.stop.reason is not None, run.state))
         )
-        if session.windows is not None and (due or saves or stops):
-            session.windows.fold()  # here, where its time is training's
+        if due or saves or stops:
+            run.step.sync()  # here, where its time is training's
         if logs or due or saves or stops:
             steps = len(recent)
-            value = _check_finite(session, recent)
+            value = _check_finite(run, recent)
             elapsed = time.perf_counter() - started
             progress.train_time_s += elapsed
             if progress.step - steps >= timed_from:
-                session.step_times.append((elapsed / steps, steps))
+                run.record.step_times.append((elapsed / steps, steps))
         if logs:
-            _log_step(session, epoch + (k + 1) / len(batches), value, norm)
-        improved = _evaluate(session, epoch + (k + 1) / len(batches)) if due else False
+            _log_step(run, epoch + (k + 1) / len(batches), value, norm)
+        improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
         if saves or improved or last or stops or progress.stopped_early:
-            _save(session)
-        session.display.advance(progress.step, tokens)
-        if stops and progress.step < session.total and not progress.stopped_early:
-            raise Interrupted(session.stop.reason or "another process was told to stop")
+            _save(run)
+        run.display.advance(progress.step, tokens)
+        if stops and progress.step < run.step.total and not progress.stopped_early:
+            raise Interrupted(run.stop.reason or "another process was told to stop")
         if not recent:
             started = time.perf_counter()
 
 
-def _step(session: Session, batches: Epoch, k: int) -> Taken:
+def _step(run: Run, batches: Epoch, k: int) -> Taken:
     """One optimizer step, counted."""
-    progress, items = session.progress, batches.batch(k)
-    checks, began = session.watch.checks, time.perf_counter()
-    loss, norm, tokens = session.take_watched_step(progress.step, batches, k)
-    if session.watch.checks > checks:
+    progress, items = run.progress, batches.batch(k)
+    checks, began = progress.watch.checks, time.perf_counter()
+    loss, norm, tokens = run.step.take(progress.step, batches, k)
+    if progress.watch.checks > checks:
         progress.watch_time_s += time.perf_counter() - began
     progress.step += 1
     progress.samples += len(items)
@@ -198,35 +193,35 @@ def _step(session: Session, batches: Epoch, k: int) -> Taken:
     return Taken(loss, norm, items, tokens)
 
 
-def _check_finite(session: Session, recent: list[Taken]) -> float:
+def _check_finite(run: Run, recent: list[Taken]) -> float:
     """The newest loss over all processes. Raises NotFinite at the first loss or gradient that is not finite,
     with the progress of the step before it.
 
     Only a loss scaler (fp16) lives with infinite gradients: it skips the step.
     """
-    progress, value = session.progress, 0.0
+    progress, value = run.progress, 0.0
     for n, step in enumerate(recent):
-        value, norm = float(step.loss), 0.0 if session.scaler.is_enabled() else float(step.norm)
+        value, norm = float(step.loss), 0.0 if run.step.scaler.is_enabled() else float(step.norm)
         seen = {"loss": value, "gradient": norm}
         bad = next((f"the {name} is {x}" for name, x in seen.items() if not math.isfinite(x)), None)
-        if parallel.anyone(bad is not None, session.state):
+        if parallel.anyone(bad is not None, run.state):
             undone = recent[n:]
             progress.step -= len(undone)
             progress.samples -= sum(len(taken.items) for taken in undone)
             progress.tokens -= sum(taken.tokens for taken in undone)
-            split = session.store["train"]
-            ids = step.items if session.store.kind == "lm" else split.ids[step.items]
+            split = run.store["train"]
+            ids = step.items if run.store.kind == "lm" else split.ids[step.items]
             what = bad or "another process met a number that is not finite"
             raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
-    return parallel.total(value, session.state)
+    return parallel.total(value, run.state)
 
 
-def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
+def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
     """The error of a run whose numbers are not finite by the path that is left."""
-    session.progress.step = step  # that far it got
-    ids, last = bad.items, session.checkpoints.last() or "none"
-    tried = "" if session.progress.plain_from is None else ", by the fast path and by the plain one"
+    run.progress.step = step  # that far it got
+    ids, last = bad.items, run.record.checkpoints.last() or "none"
+    tried = "" if run.progress.plain_from is None else ", by the fast path and by the plain one"
     return RunError(
         f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
         f"the last good checkpoint is {last}",
@@ -235,37 +230,36 @@ def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
     )
 
 
-def _log_step(session: Session, epoch: float, loss: float, norm: Tensor) -> None:
-    progress = session.progress
-    rate = learning_rate(session.config.training, progress.step - 1, session.total)
-    session.display.note(loss=loss)
-    if session.log is not None:
-        session.log.add(
-            kind="train", step=progress.step, of=session.total, epoch=round(epoch, 4), loss=loss, lr=rate,
+def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
+    progress = run.progress
+    rate = learning_rate(run.config.training, progress.step - 1, run.step.total)
+    run.display.note(loss=loss)
+    if run.record.log is not None:
+        run.record.log.add(
+            kind="train", step=progress.step, of=run.step.total, epoch=round(epoch, 4), loss=loss, lr=rate,
             grad_norm=float(norm), samples=progress.samples, train_time_s=round(progress.train_time_s, 3),
         )  # fmt: skip
-        results.track(session, {"loss": loss, "lr": rate, "grad_norm": float(norm)})
+        results.track(run, {"loss": loss, "lr": rate, "grad_norm": float(norm)})
 
 
-def _evaluate(session: Session, epoch: float) -> bool:
+def _evaluate(run: Run, epoch: float) -> bool:
     """Measure on the split that choices are made on; True where this is the best so far."""
-    progress, training = session.progress, session.config.training
+    progress, training = run.progress, run.config.training
     split = "test" if training.choose_on == "test" else "validation"
     began = time.perf_counter()
 
     def watch(done: int, of: int) -> None:
-        session.display.evaluating(split, done, of)
+        run.display.evaluating(split, done, of)
         # Several processes would have to agree: theirs is finished first.
-        if session.stop.reason is not None and session.state.num_processes == 1:
+        if run.stop.reason is not None and run.state.num_processes == 1:
             progress.due = epoch
-            _save(session)
-            raise Interrupted(session.stop.reason)
+            _save(run)
+            raise Interrupted(run.stop.reason)
 
-    with plain_path(session.plain):
-        measured = evaluate(session.model, session.objective, split, session.autocast, watch)
+    measured = evaluate(run.step.model, run.objective, split, run.step.autocast, watch, run.step.layout)
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
-    metric = session.objective.metric
+    metric = run.objective.metric
     found: dict[str, Any] = {
         "step": progress.step,
         "epoch": round(epoch, 4),
@@ -276,7 +270,7 @@ def _evaluate(session: Session, epoch: float) -> bool:
     improved = (
         progress.best is None
         or training.choose_on == "last"
-        or session.objective.better(value, progress.best["metrics"][metric])
+        or run.objective.better(value, progress.best["metrics"][metric])
     )
     progress.final = found
     progress.stale = 0 if improved else progress.stale + 1
@@ -284,15 +278,15 @@ def _evaluate(session: Session, epoch: float) -> bool:
         progress.best = found
     if training.early_stopping and progress.stale >= training.early_stopping:
         progress.stopped_early = True
-    session.display.note(**{metric: value})
-    session.display.say(
-        f"step {progress.step}/{session.total}: {split} "
+    run.display.note(**{metric: value})
+    run.display.say(
+        f"step {progress.step}/{run.step.total}: {split} "
         + ", ".join(f"{k} {v:.4g}" for k, v in found["metrics"].items())
     )
-    if session.log is not None:
-        session.log.add(kind="eval", **found)
-        results.track(session, {f"{split}/{k}": v for k, v in found["metrics"].items()})
-    _watch_chance(session, split, len(session.store[split]))
+    if run.record.log is not None:
+        run.record.log.add(kind="eval", **found)
+        results.track(run, {f"{split}/{k}": v for k, v in found["metrics"].items()})
+    _watch_chance(run, split, len(run.store[split]))
     return improved
 
 
@@ -300,11 +294,11 @@ def _brief(measured: Measured) -> dict[str, float]:
     return {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
 
 
-def _watch_chance(session: Session, split: str, n: int) -> None:
+def _watch_chance(run: Run, split: str, n: int) -> None:
     """Flag a run that has learned no more than the majority class after a set share of its steps."""
-    progress, training = session.progress, session.config.training
-    majority = session.objective.majority(split)
-    if majority is None or progress.best is None or progress.step < training.chance_after * session.total:
+    progress, training = run.progress, run.config.training
+    majority = run.objective.majority(split)
+    if majority is None or progress.best is None or progress.step < training.chance_after * run.step.total:
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
     if level >= 1:  # so few items, or so large a majority, that nothing could be told apart
@@ -319,66 +313,64 @@ def _watch_chance(session: Session, split: str, n: int) -> None:
         )
 
 
-def _save(session: Session) -> None:
+def _save(run: Run) -> None:
     """Audit, then write a checkpoint. Every process takes part: shards are gathered."""
-    audit(session.raw, session.before)
-    model, moments = capture(session.raw, session.optimizer)
+    audit(run.step.raw, run.before)
+    model, moments = run.step.capture()
     # The step before may have had a finite gradient and still thrown the weights out of range.
     spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
     if spoilt is not None:
         raise RunError(
-            f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
-            f"{session.checkpoints.last() or 'none'}",
+            f"{spoilt} is not finite after step {run.progress.step}; the last good checkpoint is "
+            f"{run.record.checkpoints.last() or 'none'}",
             kind="diverged",
             advice=LOWER,
         )
-    if session.main:
-        if session.log is not None:
-            session.log.sync()
-            session.progress.logged = session.log.lines
-        state = asdict(session.progress) | {"scaler": session.scaler.state_dict()}
-        session.checkpoints.save(Checkpoint(model, moments, state))
-    session.state.wait_for_everyone()
+    if run.main:
+        if run.record.log is not None:
+            run.record.log.sync()
+            run.progress.logged = run.record.log.lines
+        state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
+        run.record.checkpoints.save(Checkpoint(model, moments, state))
+    run.state.wait_for_everyone()
 
 
-def _finish(session: Session) -> dict[str, Any]:
+def _finish(run: Run) -> dict[str, Any]:
     """Test the best model once, and write everything down."""
-    if session.progress.best is None:  # nothing was left to do, or no evaluation ever happened
+    if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError("the run ended without an evaluation")
-    best = session.progress.best["step"]
-    restore(session.checkpoints.load(best), session.raw, None)
-    training = session.config.training
-    scales = layer_scales(session.raw, training.layer_decay)
-    put_back(session.raw, lambda name: shrinkage(training, scales[name], best, session.total))
-    checked = audit(session.raw, session.before)
+    best = run.progress.best["step"]
+    run.step.restore(run.record.checkpoints.load(best), moments=False)
+    training = run.config.training
+    run.step.finish(best)
+    checked = audit(run.step.raw, run.before)
     tested = None
     if training.test:
-        watch = functools.partial(session.display.evaluating, "test")
-        with plain_path(session.plain):
-            tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
+        watch = functools.partial(run.display.evaluating, "test")
+        tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, watch, run.step.layout)
     weights = (
-        full_state(session.raw) if training.test else {}
+        full_state(run.step.raw) if training.test else {}
     )  # every process takes part: shards are gathered
-    if not session.main:
+    if not run.main:
         return {}
-    folder = session.folder
-    folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": session.before.to_dict()})
-    folder.write("timing_stats.json", results.timing(session.step_times, session.progress.eval_time_s))
-    final = results.completed(session, tested.metrics if tested else None)
+    folder = run.record.folder
+    folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": run.before.to_dict()})
+    folder.write("timing_stats.json", results.timing(run.record.step_times, run.progress.eval_time_s))
+    final = results.completed(run, tested.metrics if tested else None)
     if tested:
         write_predictions(folder.path, tested.arrays)
-        results.save_model(session, final, weights)
-    session.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
+        results.save_model(run, final, weights)
+    run.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
     folder.write("results.json", final)
     return final
 
 
-def _record(session: Session | None, folder: RunFolder, error: BaseException) -> None:
+def _record(run: Run | None, folder: RunFolder, error: BaseException) -> None:
     """Write down how the run ended; one that never started leaves nothing."""
-    if session is None:
+    if run is None:
         folder.discard()
-    elif session.main:
+    elif run.main:
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         reason = str(error) or type(error).__name__
         with contextlib.suppress(OSError):  # the disk may be full: the reason is still raised
-            folder.write("results.json", results.unfinished(session, status, reason, failure_kind(error)))
+            folder.write("results.json", results.unfinished(run, status, reason, failure_kind(error)))

@@ -3,7 +3,6 @@
 import resource
 import statistics
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,10 @@ from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_references
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
-from oelm.speed.watch import why_unwatched
 from oelm.system.version import NUMERICS
 
 if TYPE_CHECKING:
-    from oelm.training.session import Session
+    from oelm.training.run import Run
 
 # Of a run's record. 2: `failure` says of which kind the failure of a run is; 3: test items have groups, and
 # `arithmetic` says how the run was computed.
@@ -57,12 +55,6 @@ def estimate(
     }
 
 
-def _unrecorded(session: "Session") -> dict[str, str]:
-    """Why the step was no CUDA graph after all, where recording one failed."""
-    failed = session.graphed.failed if session.graphed is not None else ""
-    return {"eager": f"it could not be recorded: {failed}"} if failed else {}
-
-
 def _rate(state: PartialState) -> float:
     """Operations a second of a large matrix product on this device."""
     size, dtype = (512, torch.float32) if state.device.type == "cpu" else (4096, torch.bfloat16)
@@ -90,15 +82,15 @@ def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str,
     }
 
 
-def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
+def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
-    progress, metric = session.progress, session.objective.metric
+    progress, metric = run.progress, run.objective.metric
     split = "validation" if test_metrics is None else "test"
-    references = trivial_references(session.store, ("validation",) if test_metrics is None else SPLITS)
+    references = trivial_references(run.store, ("validation",) if test_metrics is None else SPLITS)
     measured = (progress.best or {})["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
-        if reference is not None and session.objective.better(reference, measured[metric]):
+        if reference is not None and run.objective.better(reference, measured[metric]):
             progress.warn(
                 f"{split} {metric} {measured[metric]:.4f} is behind the trivial reference {name} "
                 f"({reference:.4f})"
@@ -108,7 +100,7 @@ def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[s
             "the run is at chance level: on validation it cannot be told from the most frequent class"
         )
     return {
-        **_common(session, "completed"),
+        **_common(run, "completed"),
         "best": progress.best,
         "final": progress.final,
         "test": test_metrics
@@ -122,11 +114,11 @@ def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[s
     }
 
 
-def unfinished(session: "Session", status: str, reason: str, kind: str) -> dict[str, Any]:
+def unfinished(run: "Run", status: str, reason: str, kind: str) -> dict[str, Any]:
     """results.json of a run that was interrupted or failed; `kind` of failure: see `oelm.errors`."""
-    progress = session.progress
+    progress = run.progress
     return {
-        **_common(session, status),
+        **_common(run, status),
         "reason": reason,
         **({"failure": {"kind": kind}} if status == "failed" else {}),
         "best": progress.best,
@@ -135,45 +127,45 @@ def unfinished(session: "Session", status: str, reason: str, kind: str) -> dict[
     }
 
 
-def _common(session: "Session", status: str) -> dict[str, Any]:
-    config, progress, report = session.config, session.progress, session.report
+def _common(run: "Run", status: str) -> dict[str, Any]:
+    config, progress, report = run.config, run.progress, run.conversion
     texts = progress.samples / progress.train_time_s if progress.train_time_s else 0.0
     return {
         "schema": SCHEMA,
         "status": status,
         "experiment": config.experiment,
-        "task": session.store.task,
+        "task": run.store.task,
         "method": report.method,
         "model": config.model.name,
         "seed": config.training.seed,
         "lr": config.training.lr,
-        "metric": session.objective.metric,
-        "precision": session.precision,
+        "metric": run.objective.metric,
+        "precision": run.step.precision,
         "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen},
         "chosen_on": config.training.choose_on,
         "steps": progress.step,
-        "steps_planned": session.total,
+        "steps_planned": run.step.total,
         "stopped_early": progress.stopped_early,
         "at_chance": progress.at_chance,
         "samples": progress.samples,
-        "tokens": progress.tokens * session.state.num_processes,
+        "tokens": progress.tokens * run.state.num_processes,
         "train_time_s": round(progress.train_time_s, 3),
         "eval_time_s": round(progress.eval_time_s, 3),
         "watch_time_s": round(progress.watch_time_s, 3),
         "total_time_s": round(progress.train_time_s + progress.eval_time_s, 3),
         "texts_per_s": round(texts, 2),
-        "peak_memory_bytes": peak_memory(session.state.device),
-        "data_fingerprint": session.store.fingerprint,
+        "peak_memory_bytes": peak_memory(run.state.device),
+        "data_fingerprint": run.store.fingerprint,
         "arm": config.arm.name or report.method,
         "differs_in": _settings(config),
-        "arithmetic": arithmetic(session),
+        "arithmetic": arithmetic(run),
         "watch": {
             "checks": progress.watch.checks,
             "skipped": progress.watch.skipped,
-            "why_not": why_unwatched(session),
+            "why_not": run.step.why_unwatched(),
             "largest_deviation": progress.watch.largest,
         },
-        "paths": asdict(session.paths) | _unrecorded(session),
+        "paths": run.step.paths(),
     }
 
 
@@ -183,16 +175,16 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             for table, _, name in [key.partition(".")]}  # fmt: skip
 
 
-def arithmetic(session: "Session") -> dict[str, Any]:
+def arithmetic(run: "Run") -> dict[str, Any]:
     """What two runs must share to be a pair: version, path, order of sums, kind of device, precision."""
-    device = session.state.device
+    device = run.state.device
     return {
         "numerics": NUMERICS,
-        "path": "fast" if session.config.training.fast else "plain",
-        "plain_from": session.progress.plain_from,
-        "deterministic": session.config.training.deterministic,
+        "path": "plain" if run.step.plain and run.progress.plain_from is None else "fast",
+        "plain_from": run.progress.plain_from,
+        "deterministic": run.config.training.deterministic,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "precision": session.precision,
+        "precision": run.step.precision,
     }
 
 
@@ -203,10 +195,10 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def track(session: "Session", values: dict[str, float]) -> None:
+def track(run: "Run", values: dict[str, float]) -> None:
     """Hand numbers to the trackers the configuration names."""
-    for tracker in session.trackers:
-        tracker.log(values, step=session.progress.step)
+    for tracker in run.record.trackers:
+        tracker.log(values, step=run.progress.step)
 
 
 def check_trackers(names: list[str]) -> None:
@@ -219,18 +211,18 @@ def check_trackers(names: list[str]) -> None:
             raise UserError(f"tracker {name!r} is not installed: pip install {name}")
 
 
-def start_trackers(session: "Session") -> list[Any]:
+def start_trackers(run: "Run") -> list[Any]:
     """Accelerate's trackers by name; one that is not installed is a user's mistake."""
     started = []
-    for name in session.config.training.trackers:
+    for name in run.config.training.trackers:
         kind = LOGGER_TYPE_TO_CLASS[name]
-        folder = {"logging_dir": str(session.folder.path)} if kind.requires_logging_directory else {}
+        folder = {"logging_dir": str(run.record.folder.path)} if kind.requires_logging_directory else {}
         try:
-            tracker = kind(session.folder.path.name, **folder)
+            tracker = kind(run.record.folder.path.name, **folder)
             tracker.start()
         except ImportError as error:
             raise UserError(f"tracker {name!r} cannot be used: {error}; pip install {name}") from None
-        tracker.store_init_configuration(_flat_text(session.config.to_dict()))
+        tracker.store_init_configuration(_flat_text(run.config.to_dict()))
         started.append(tracker)
     return started
 
@@ -243,25 +235,25 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
     return flat
 
 
-def save_model(session: "Session", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
-    session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))  # what `oelm predict` must know
-    tokenizer = session.store.tokenizer()
-    tokenizer.model_max_length = session.config.task.max_length  # longer texts it has never seen
-    card = trained_card(session, results)
-    write_model(session.folder.path / "model", session.raw, tokenizer, card, weights)
+    run.step.raw.config.text_pairs = bool(run.store.meta.get("pairs"))  # what `oelm predict` must know
+    tokenizer = run.store.tokenizer()
+    tokenizer.model_max_length = run.config.task.max_length  # longer texts it has never seen
+    card = trained_card(run, results)
+    write_model(run.record.folder.path / "model", run.step.raw, tokenizer, card, weights)
 
 
-def trained_card(session: "Session", results: dict[str, Any]) -> str:
+def trained_card(run: "Run", results: dict[str, Any]) -> str:
     """The card of a trained model: its data and what it reaches on them, beside how it was made."""
-    store, best = session.store, results["best"]
+    store, best = run.store, results["best"]
     sizes = ", ".join(f"{len(store[split]):,} {split}" for split in ("train", *SPLITS))
     table = "\n".join(
         f"| {name} | {value:.4f} | {_beside(name, results['references'])} |"
         for name, value in results["test"]["metrics"].items()
         if isinstance(value, int | float)
     )
-    longest = session.config.task.max_length
+    longest = run.config.task.max_length
     cut = f"Windows of {longest} tokens." if store.kind == LM else f"Texts were cut at {longest} tokens."
     if store.meta.get("pairs") and not Encoder(store.tokenizer(), store.max_length).has_pairs:
         cut += f" The texts of a pair are one: the first, `{JOINER}`, a space, the second."
@@ -274,7 +266,7 @@ def trained_card(session: "Session", results: dict[str, Any]) -> str:
     if results["warnings"]:
         body.append("## Notes\n\n" + "\n".join(f"- {text}" for text in results["warnings"]))
     return model_card(
-        f"{type(session.raw).__name__} on {store.task}", session.raw, session.report, results["model"], body
+        f"{type(run.step.raw).__name__} on {store.task}", run.step.raw, run.conversion, results["model"], body
     )
 
 

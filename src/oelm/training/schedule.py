@@ -2,15 +2,15 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
-from oelm.speed.adamw import OwnAdamW, fault_of
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:
@@ -44,32 +44,32 @@ def shrinkage(training: TrainingConfig, scale: float, steps: int, total: int) ->
     return math.prod(1 - rate * training.weight_decay for rate in rates)
 
 
-def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = False) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, training: TrainingConfig, recordable: type[torch.optim.AdamW] | None = None
+) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
     given state, and one that is unfrozen later trains (but in steps that were recorded before). Vectors
-    (norms, biases) are not decayed. In a CUDA graph (`graphed`) the rate is a tensor that is filled before
-    every step: see `set_rate`."""
+    (norms, biases) are not decayed. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a
+    tensor that is filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device
     scales = layer_scales(model, training.layer_decay)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault((scales[name], parameter.dim() >= 2), []).append(parameter)
-    rate = lambda: torch.tensor(training.lr, device=device) if graphed else training.lr  # noqa: E731
-    return (OwnAdamW if graphed else torch.optim.AdamW)(
+
+    def lr() -> Any:
+        return torch.tensor(training.lr, device=device) if recordable else training.lr
+
+    return (recordable or torch.optim.AdamW)(
         [
-            {
-                "params": parameters,
-                "weight_decay": training.weight_decay * matrix,
-                "lr": rate(),
-                "scale": scale,
-            }
-            for (scale, matrix), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+            {"params": group, "weight_decay": training.weight_decay * matrix, "lr": lr(), "scale": scale}
+            for (scale, matrix), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
         ],
-        lr=rate(),
+        lr=lr(),
         betas=training.betas,
         eps=training.eps,
         fused=device.type in ("cpu", "cuda"),
-        capturable=graphed,
+        capturable=recordable is not None,
     )
 
 
@@ -105,26 +105,13 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return scales
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        scaled = rate * group.get("scale", 1.0)
+        scaled = lr * group.get("scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled
-
-
-def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
-    """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
-    every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
-    not finite, this step and all later ones change nothing: see `fault_of`."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    # What clip_grad_norm_ multiplies by. Fused optimizers look here for what a GradScaler would tell them.
-    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-    optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
-    fault_of(optimizer).logical_or_(~norm.isfinite())
-    return norm
 
 
 def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:

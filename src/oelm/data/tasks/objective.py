@@ -25,15 +25,15 @@ from oelm.data import (
     padded_batch,
     read_references,
 )
-from oelm.data.assemble import filled
+from oelm.data.assemble import Layout, Packing, filled
 from oelm.data.batches import ranges
 from oelm.data.read_ahead import read_ahead
 from oelm.data.tasks import metrics
 from oelm.errors import UserError
 from oelm.models.gpt import OelmGPTForCausalLM
-from oelm.speed.packed import Packing
 
 Array = np.ndarray
+PADDED = Layout()
 
 
 @dataclass
@@ -82,9 +82,6 @@ class Objective(ABC):
     """One kind of task. A subclass says what a batch is, what the loss is, and what to make of outputs."""
 
     auto_class: str  # the transformers Auto class of its models
-    packed = False  # texts end to end instead of padded: set where model and device can do it
-    segments = True  # the second text of a pair is marked: not where the model has no room for it
-    static = False  # batches for training have few shapes: set where CUDA graphs want it
 
     def __init__(self, store: Store, label_smoothing: float = 0.0, class_weights: str = "none") -> None:
         self.store, self.label_smoothing = store, label_smoothing
@@ -103,12 +100,12 @@ class Objective(ABC):
         return Plan(self.store[split].lengths, batch_size, batch_tokens, seed)
 
     @abstractmethod
-    def batch(self, split: str, items: Array) -> Batch: ...
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch: ...
 
-    def padded(self, split: str, items: Array) -> Padded:
-        widest = self.store.max_length if self.static and split == "train" else None
+    def padded(self, split: str, items: Array, layout: Layout) -> Padded:
+        widest = self.store.max_length if layout.round_widths and split == "train" else None
         batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
-        return batch if self.segments else replace(batch, token_type_ids=None)
+        return batch if layout.segments else replace(batch, token_type_ids=None)
 
     def groups(self, split: str) -> Array | None:
         """One number per item: items with the same number belong together. None where nobody noted it."""
@@ -147,17 +144,17 @@ class Classification(Objective):
         if class_weights == "balanced":  # mean 1 over the training texts
             self.weights = torch.tensor(counts.sum() / (len(counts) * counts), dtype=torch.float32)
 
-    def batch(self, split: str, items: Array) -> Batch:
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         tokens = int(self.store[split].lengths[items].sum())
-        if self.packed:
-            return self._packed_batch(split, items, tokens)
-        padded = self.padded(split, items)
+        if layout.packed:
+            return self._packed_batch(split, items, tokens, layout)
+        padded = self.padded(split, items, layout)
         assert padded.labels is not None
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
 
-    def _packed_batch(self, split: str, items: Array, tokens: int) -> Batch:
+    def _packed_batch(self, split: str, items: Array, tokens: int, layout: Layout) -> Batch:
         batch = packed_batch(self.store[split], items)
-        if self.static and split == "train":
+        if layout.round_widths and split == "train":
             batch = filled(batch, self.store.max_length, self.store.pad_id)
         assert batch.labels is not None
         inputs = {
@@ -220,7 +217,7 @@ class Language(Objective):
     def groups(self, split: str) -> Array | None:
         return self.windows[split].groups()
 
-    def batch(self, split: str, items: Array) -> Batch:
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         batch = self.windows[split].batch(items)
         inputs = {"input_ids": batch.input_ids}
         return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
@@ -264,8 +261,8 @@ class Language(Objective):
 class Tagging(Objective):
     auto_class = "AutoModelForTokenClassification"
 
-    def batch(self, split: str, items: Array) -> Batch:
-        padded = self.padded(split, items)
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        padded = self.padded(split, items, layout)
         assert padded.labels is not None
         tokens = int(self.store[split].lengths[items].sum())
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
@@ -310,8 +307,8 @@ class Questions(Objective):
             )
         super().__init__(store, label_smoothing, class_weights)
 
-    def batch(self, split: str, items: Array) -> Batch:
-        padded = self.padded(split, items)
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        padded = self.padded(split, items, layout)
         assert padded.start_positions is not None and padded.end_positions is not None
         tokens = int(self.store[split].lengths[items].sum())
         targets = {"start": padded.start_positions, "end": padded.end_positions}

@@ -15,8 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
 from oelm.data import IGNORE, Plan, Store, read_references
+from oelm.data.assemble import Layout
 from oelm.data.tasks import metrics
-from oelm.data.tasks.objective import Batch, Measured, Objective, token_loss
+from oelm.data.tasks.objective import PADDED, Batch, Measured, Objective, token_loss
 from oelm.data.tokenizer import boundary_id
 from oelm.errors import UserError
 
@@ -36,8 +37,8 @@ class Seq2Seq(Objective):
         part = self.store[split]
         return Plan(part.lengths + part.target_lengths, batch_size, batch_tokens, seed)
 
-    def batch(self, split: str, items: Array) -> Batch:
-        padded = self.padded(split, items)
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        padded = self.padded(split, items, layout)
         assert padded.labels is not None
         tokens = int(self.store[split].lengths[items].sum()) + self.count(split, items)
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)

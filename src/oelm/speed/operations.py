@@ -1,0 +1,119 @@
+"""Operations of a block and of an embedding by kernels of our own, on hardware they were measured on.
+
+What they compute is defined by `packed.portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a
+sum, and by `F.embedding`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oelm.data.assemble import Packing
+
+try:
+    from oelm.speed.kernels import attention_triton, cross_entropy_triton, joint_triton, norm_triton
+    from oelm.speed.kernels.rows_triton import row_sums
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    attention_triton = cross_entropy_triton = joint_triton = norm_triton = None  # type: ignore[assignment]
+    row_sums = None  # type: ignore[assignment]
+
+# On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
+# cuDNN's cannot take packed texts; where all have 512 tokens it takes longer, but for classifiers at 2,048
+# only 0.87 of ours, and for language models at 4,096 0.94. Elsewhere nobody has looked.
+MEASURED = 9  # compute capability, the major number
+
+_allowed = True
+
+
+def kernels_allowed() -> bool:
+    return _allowed
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """While this lasts, no kernel of our own runs."""
+    global _allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+def have_kernels(device: torch.device, dtype: torch.dtype, d_model: int, heads: int) -> bool:
+    """Whether attention and norms of this size can be computed by our kernels on this device."""
+    if attention_triton is None:
+        return False
+    if d_model // heads > attention_triton.MAX_HEAD_DIM or d_model > norm_triton.MAX_WIDTH:
+        return False
+    if attention_triton.INTERPRETED:
+        return True
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device)[0] == MEASURED
+
+
+def run_here(x: Tensor) -> bool:
+    """Whether the kernels can run on this tensor: a trained model may have moved to another device."""
+    return kernels_allowed() and (x.is_cuda or attention_triton.INTERPRETED)
+
+
+def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
+    """Attention of (B, T, 3, H, D), of packed texts if `packing` says so: (B, T, H, D)."""
+    bounds = None if packing is None else packing.bounds.contiguous()
+    return joint_triton.forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x + residual, LayerNorm of that sum in autocast's dtype); of the sum only `rows`, if given:
+    (B, rows / B, C)."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    total, out, *_, picked = norm_triton.add_norm(x, residual, norm.weight, norm.bias, norm.eps, dtype, rows)
+    return total if rows is None else picked.view(x.shape[0], -1, x.shape[2]), out
+
+
+def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`).
+
+    Without it, the passes over the logits cost a GPU as much time as the products.
+    """
+    if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
+        return None
+    here = hidden.is_cuda or cross_entropy_triton.INTERPRETED
+    return cross_entropy_triton.cross_entropy_ if here else None
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of (B, T, C), counted through all texts, as (B, rows / B, C)."""
+    return x.flatten(0, 1).index_select(0, rows).view(x.shape[0], -1, x.shape[2])
+
+
+def look_up(weight: Tensor, ids: Tensor) -> Tensor:
+    """The embedding of every id.
+
+    Its gradient is added up in one order, so the same inputs give the same bits, and without the sorting that
+    PyTorch's deterministic gradient needs.
+    """
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    if trains and weight.is_cuda and row_sums is not None and kernels_allowed():
+        return Lookup.apply(weight, ids)
+    return F.embedding(ids, weight)
+
+
+class Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return row_sums(grad.flatten(0, -2), ids.flatten(), ctx.rows), None

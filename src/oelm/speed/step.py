@@ -1,0 +1,262 @@
+"""The optimizer step by the fast paths: the same sums as `training.step.PlainStep`."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+
+from oelm.config import RunConfig
+from oelm.data import Epoch
+from oelm.data.tasks.objective import Batch, Classification, Objective
+from oelm.models.gpt import OelmGPTPreTrainedModel
+from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
+from oelm.speed.bf16_copies import Bf16Copies
+from oelm.speed.cuda_graphs import GraphedStep
+from oelm.speed.forward import FastForward
+from oelm.speed.live_rows import live_weights, put_back, set_aside
+from oelm.speed.operations import have_kernels, without_kernels
+from oelm.speed.row_windows import RowWindows, make_windows
+from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, skip, yardstick
+from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
+from oelm.training.parallel import DTYPES
+from oelm.training.schedule import layer_scales, learning_rate, make_optimizer, shrinkage
+from oelm.training.step import PlainStep, Watch
+
+
+class FastStep(PlainStep):
+    plain = False
+
+    def __init__(
+        self,
+        config: RunConfig,
+        objective: Objective,
+        raw: Any,
+        state: PartialState,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(config, objective, raw, state)
+        self.watch = watch
+        self.forward = None
+        if isinstance(raw, OelmGPTPreTrainedModel):
+            sizes = raw.config.d_model, raw.config.num_heads
+            dtype = DTYPES.get(self.precision, torch.float32)
+            self.forward = FastForward(raw, have_kernels(state.device, dtype, *sizes))
+            self.forward.install()
+        self.windows = self._make_windows()
+        if self.windows is not None:
+            self.parameters.append(self.windows.weight)
+        self.graphed = self._make_graphed() if self.eager is None else None
+
+    def _prepare_model(self) -> None:
+        training, raw = self.config.training, self.raw
+        self.rows = None  # of the embedding: in use, of all
+        if not training.fsdp and self.objective.store.kind != "lm":
+            self.rows = set_aside(raw, self.objective.store.used_tokens())
+        self.padded, self.eager = self._why_padded(), self._why_eager()
+        packed, recorded = self.padded is None, self.eager is None
+        self.layout = replace(self.layout, packed=packed, round_widths=recorded)
+
+    def _why_padded(self) -> str | None:
+        """Why texts are padded in this run; None where they are packed."""
+        is_gpt = isinstance(self.raw, OelmGPTPreTrainedModel)
+        if not isinstance(self.objective, Classification) or not is_gpt:
+            return "only classifiers of the reference GPT are packed"
+        if self.state.device.type != "cuda":
+            return "without a GPU padding to similar lengths is as fast"
+        if self.raw.config.attention_dropout:
+            return f"attention dropout {self.raw.config.attention_dropout:g} needs padded attention"
+        return None
+
+    def _why_eager(self) -> str | None:
+        """Why a step is not a CUDA graph in this run; None where it is."""
+        if self.state.device.type != "cuda":
+            return "CUDA graphs need a GPU"
+        if self.state.num_processes > 1:
+            return "several processes exchange gradients"
+        if self.precision == "fp16":
+            return "fp16 skips steps"
+        if self.config.training.gradient_checkpointing:
+            return "gradient checkpointing draws its random numbers twice"
+        if any(getattr(module, "layerdrop", 0) for module in self.raw.modules()):
+            return "layers are dropped anew at every step"
+        return None
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        return make_optimizer(self.raw, self.config.training, RecordableAdamW if self.eager is None else None)
+
+    def _make_windows(self) -> RowWindows | None:
+        store, short = self.objective.store, list(live_weights(self.raw).values())
+        # fp16 may skip a step, an encoder-decoder reads other tokens than its texts', and where tokens do not
+        # fit into memory they are better read as they are needed.
+        can = self.precision != "fp16" and store.kind != "seq2seq" and not self.reads_ahead
+        if not short or not can or self.state.num_processes > 1:
+            return None
+        return make_windows(short[0], self.optimizer, store, self.plan)
+
+    def _make_graphed(self) -> GraphedStep:
+        """The step as it is recorded."""
+        self.scale = torch.zeros((), device=self.state.device)
+        self.copies = None
+        copied: list[nn.Parameter] = []
+        if self.precision == "bf16":
+            self.copies = Bf16Copies(self.raw, torch.bfloat16, self.forward)
+            assert isinstance(self.optimizer, RecordableAdamW)
+            self.optimizer.clip = self.config.training.clip
+            self.optimizer.copies = {id(weight): copy for weight, copy in self.copies.trained}
+            copied = [copy for _, copy in self.copies.trained]
+        trained = [p for p in self.parameters if p.requires_grad]
+        follow = (lambda: None) if self.copies is None else self.copies.follow
+        whole = self.config.training.accumulate == 1
+        return GraphedStep(
+            self._compute, self._finish_recorded, follow, self.scale, whole, [*trained, *copied]
+        )
+
+    def _compute(self, batch: Batch) -> Tensor:
+        """The loss of a batch on the device, times `scale`; its gradients are added."""
+        with self.copies.installed() if self.copies is not None else contextlib.nullcontext():
+            with self.autocast():
+                loss = self.objective.loss(self.model, batch) * self.scale
+            loss.backward()
+        if self.copies is not None:
+            assert isinstance(self.optimizer, RecordableAdamW)
+            self.copies.collect(self.optimizer.rooms)
+            self.optimizer.gather()
+        return loss.detach()
+
+    def _finish_recorded(self) -> Tensor:
+        """Clip the gradients, take the optimizer's step, and return their norm before."""
+        optimizer = self.optimizer
+        assert isinstance(optimizer, RecordableAdamW)
+        if optimizer.together:
+            optimizer.step()
+            norm = optimizer.norm
+        else:
+            trained = [p for p in self.parameters if p.requires_grad]
+            norm = clip_in_step(optimizer, trained, self.config.training.clip)
+            optimizer.step()
+            if self.copies is not None:
+                self.copies.refresh()
+        # What is written anew need not be zero before; what is added to must keep its place.
+        optimizer.zero_grad(set_to_none=self.config.training.accumulate == 1)
+        return norm
+
+    def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+        """As the plain step, and compared with it where that is due."""
+        if self.watch is None or self.why_unwatched() or not due(self.watch, number):
+            return self._take(number, batches, k)
+        try:
+            right = yardstick(self, batches, k)  # before the weights move
+        except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
+            torch.cuda.empty_cache()
+            skip(self.watch)
+            return self._take(number, batches, k)
+        fast = measure(self, batches, k, plain=False) if has_dropout(self.raw) else None
+        loss, norm, tokens = self._take(number, batches, k)
+        fast = fast or {"loss": float(loss), "grad_norm": float(norm)}
+        compare(self.watch, fast, right, self.precision, number + 1)
+        return loss, norm, tokens
+
+    def _take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+        if self.windows is None:
+            return super().take(number, batches, k)
+        self.windows.prepare(batches, k)
+        result = super().take(number, batches, k)
+        self.windows.count(learning_rate(self.config.training, number, self.total))
+        return result
+
+    def _backward(self, batch: Batch, count: int, last: bool) -> Tensor:
+        if self.graphed is None:
+            return super()._backward(batch, count, last)
+        return self.graphed.backward(batch, 1 / count)
+
+    def _use_gradients(self) -> Tensor:
+        if self.graphed is not None:
+            return self.graphed.step()
+        training = self.config.training
+        if self.scaler.is_enabled() or training.fsdp or not self.optimizer.defaults.get("fused"):
+            return super()._use_gradients()
+        norm = clip_in_step(self.optimizer, self.parameters, training.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The model computes by the plain path while this lasts."""
+        if self.forward is not None:
+            self.forward.remove()
+        try:
+            with without_kernels():
+                yield
+        finally:
+            if self.forward is not None:
+                self.forward.install()
+
+    def sync(self) -> None:
+        if self.windows is not None:
+            self.windows.fold()
+
+    def capture(self) -> tuple[Tensors, Tensors]:
+        self.sync()
+        return capture(self.raw, self.optimizer, live_weights(self.raw))
+
+    def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
+        live = live_weights(self.raw)
+        for embedding in live.values():
+            embedding.close()
+        restore(checkpoint, self.raw, self.optimizer if moments else None, live)
+
+    def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
+        model, moments = self.capture()
+        for name, live in live_weights(self.raw).items():  # rows set aside take the decay they missed
+            model[name][live.idle] *= 1.0 if live.replaced else self._shrinkage(name, steps)
+        self.close()
+        return model, moments
+
+    def finish(self, steps: int) -> None:
+        put_back(self.raw, lambda name: self._shrinkage(name, steps))
+
+    def _shrinkage(self, name: str, steps: int) -> float:
+        training = self.config.training
+        return shrinkage(training, layer_scales(self.raw, training.layer_decay)[name], steps, self.total)
+
+    def close(self) -> None:
+        if self.forward is not None:
+            self.forward.remove()
+
+    def why_unwatched(self) -> str | None:
+        if self.state.num_processes > 1:
+            return "several processes"
+        return UNWATCHED.get(self.precision)
+
+    def paths(self) -> dict[str, Any]:
+        failed = "" if self.graphed is None else self.graphed.failed
+        return {
+            "padded": self.padded,
+            "eager": f"it could not be recorded: {failed}" if failed else self.eager,
+            "own_kernels": self.forward is not None and self.forward.kernels,
+            "own_adamw": self.eager is None
+            and self.precision == "bf16"
+            and can_be_one_kernel(self.parameters),
+            "rows": self.rows,
+            "table": None if self.windows is None else self.windows.capacity,
+        }
+
+    def __str__(self) -> str:
+        paths = self.paths()
+        parts = [
+            "texts are packed" if self.padded is None else f"texts are padded ({self.padded})",
+            "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})",
+        ]
+        if paths["own_kernels"]:
+            parts.append("attention and norms by kernels of our own")
+        if paths["own_adamw"]:
+            parts.append("AdamW is one kernel for all weights")
+        if self.rows:
+            table = f", {paths['table']:,} at a time" if paths["table"] else ""
+            parts.append(f"{self.rows[0]:,} of {self.rows[1]:,} rows of the embedding are in use{table}")
+        return "; ".join(parts)

@@ -1,0 +1,229 @@
+"""One process's part of a run: its parts, and how it starts."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from accelerate import PartialState
+
+from oelm.audit import Fingerprint, audit, fingerprint
+from oelm.config import RunConfig
+from oelm.data import Store
+from oelm.data.tasks.objective import Objective, make_objective
+from oelm.errors import UserError
+from oelm.models.build import build_model
+from oelm.system.files import is_out_of_memory
+from oelm.training import parallel, results
+from oelm.training.checkpoint import Checkpoint, Checkpoints
+from oelm.training.display import Display, duration
+from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
+from oelm.training.lineage import notes_on_start
+from oelm.training.step import PlainStep, Watch, make_step
+from oelm.training.stopping import Stop
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint must know beside the weights."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_time_s: float = 0.0
+    eval_time_s: float = 0.0
+    watch_time_s: float = 0.0  # of steps in which the fast path was compared; a part of train_time_s
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] | None = None
+    stale: int = 0  # evaluations since the best
+    stopped_early: bool = False
+    at_chance: bool = False
+    due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
+    plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
+    watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
+    warnings: list[str] = field(default_factory=list)
+    logged: int | None = None  # lines of metrics.jsonl
+    made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Progress":
+        return cls(**(state | {"watch": Watch(**state.get("watch", {}))}))
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+
+@dataclass
+class RunRecord:
+    """What is written while a run goes on."""
+
+    folder: RunFolder
+    checkpoints: Checkpoints
+    log: MetricsLog | None = None  # of the main process
+    trackers: list[Any] = field(default_factory=list)
+    step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+@dataclass
+class Run:
+    """One process's part of a run, while it lasts."""
+
+    config: RunConfig
+    store: Store
+    objective: Objective
+    state: PartialState
+    conversion: Any  # the report of how the model was converted
+    before: Fingerprint  # of the frozen weights
+    step: PlainStep  # how a step is taken; it holds the model and the optimizer
+    progress: Progress
+    record: RunRecord
+    display: Display
+    stop: Stop
+
+    @property
+    def main(self) -> bool:
+        return bool(self.state.is_main_process)
+
+    def close(self) -> None:
+        self.display.close()
+        self.record.close()
+        self.step.close()
+
+
+def start_run(
+    config: RunConfig,
+    store: Store,
+    objective: Objective,
+    folder: RunFolder,
+    state: PartialState,
+    raw: Any,
+    report: Any,
+    show: bool,
+    stop: Stop,
+) -> Run:
+    """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
+    training = config.training
+    _, warning = parallel.resolve_precision(training.precision, state.device)
+    before = fingerprint(raw.to(state.device))
+    checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
+    loaded = checkpoints.load_last()
+    progress, scaler = Progress(), {}
+    if loaded is not None:
+        with _fitting(loaded):
+            scaler = loaded.state.pop("scaler", {})
+            progress = Progress.of(loaded.state)
+    if progress.plain_from is None:
+        step = make_step(config, objective, raw, state, progress.watch)
+    else:
+        step = PlainStep(config, objective, raw, state)
+    if loaded is not None:
+        with _fitting(loaded):
+            step.restore(loaded)
+            step.scaler.load_state_dict(scaler or step.scaler.state_dict())
+        audit(raw, before)
+    around: dict[str, Any] = {}
+    if state.is_main_process:
+        around = environment(state.device, state.num_processes)
+        _compare(progress, arithmetic(around))
+    start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
+    for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
+        if text:
+            progress.warn(text)
+    label = f"{config.method.name} on {store.task}"
+    display = Display(label, step.total, progress.step, show and state.is_main_process)
+    record = RunRecord(folder, checkpoints)
+    run = Run(config, store, objective, state, report, before, step, progress, record, display, stop)
+    if run.main:
+        if loaded is not None:
+            checkpoints.settle(asdict(progress))
+        _introduce(run, resumed=loaded is not None)
+        folder.write("environment.json", around | {"data": store.fingerprint})
+        record.trackers = results.start_trackers(run)
+        record.log = MetricsLog(
+            folder.path / "metrics.jsonl", progress.step, progress.due is None, progress.logged
+        )
+        if record.log.missing:
+            progress.warn(record.log.missing)
+            display.say(f"note: {record.log.missing}")
+    return run
+
+
+def fall_back(run: Run, number: int) -> None:
+    """Go on by the plain path from step `number`, with the weights and moments of the step before.
+
+    The fast path has left these as they were: see `speed.adamw.fault_of`.
+    """
+    config, progress, training = run.config, run.progress, run.config.training
+    model, moments = run.step.hand_over(number - 1)
+    run.objective = make_objective(
+        run.store, config.task.max_length, training.label_smoothing, training.class_weights
+    )
+    raw, _ = build_model(config, run.store, run.objective.auto_class)
+    run.step = PlainStep(config, run.objective, raw.to(run.state.device), run.state)
+    run.step.restore(Checkpoint(model, moments, {}))
+    audit(raw, run.before)
+    run.step.model.train()
+    progress.plain_from = number
+    progress.warn(
+        f"the fast path gave numbers that are not finite at step {number}: "
+        "from there on the plain path is used"
+    )
+    run.display.say(f"note: {progress.warnings[-1]}")
+
+
+def _compare(progress: Progress, now: dict[str, str]) -> None:
+    """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
+    if progress.made_with and (changed := changes(progress.made_with, now)):
+        progress.warn(
+            f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
+            "from those of a run that was never stopped"
+        )
+        progress.watch.again = True
+    progress.made_with = now
+
+
+@contextlib.contextmanager
+def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Refuse a checkpoint that is whole, but of another version or model."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run ({why}); "
+            "--overwrite the run, or name another folder"
+        ) from None
+
+
+def _habits(config: RunConfig) -> Iterator[str]:
+    if config.training.choose_on == "test":
+        yield "the best step is chosen on the test split: a published habit, not a fair measurement"
+
+
+def _introduce(run: Run, resumed: bool) -> None:
+    """Say what is about to happen: size, memory, time; and refuse a disk that is too small."""
+    step, say = run.step, run.display.say
+    estimate = results.estimate(step.raw, run.objective, run.config, step.total, run.state)
+    say(str(run.conversion))
+    say(
+        f"{run.store.task}: {len(run.store['train']):,} training items, {step.total:,} steps on "
+        f"{run.state.device.type} in {step.precision}; about "
+        f"{estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])}"
+    )
+    if run.state.device.type == "cuda":
+        say(str(step))
+    for warning in run.progress.warnings:
+        say(f"note: {warning}")
+    if resumed:
+        say(f"resuming after step {run.progress.step}")
+    copies = run.config.training.keep + 2  # the kept ones, the best, and the one being written
+    run.record.checkpoints.check_space(copies * int(estimate["checkpoint_bytes"]))

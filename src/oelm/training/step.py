@@ -1,0 +1,160 @@
+"""One optimizer step: what it needs, and the step itself, by PyTorch's own operations.
+
+Training is many of these with a folder around them (`run.py`); a benchmark is some of them with a clock.
+`speed/` takes the same step faster; without it, this one is taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from oelm.config import RunConfig
+from oelm.data import Epoch
+from oelm.data.assemble import Layout
+from oelm.data.read_ahead import read_whole
+from oelm.data.tasks.objective import Batch, Objective
+from oelm.models.fit import takes_segments
+from oelm.training import parallel
+from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
+from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate, total_steps
+
+AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
+
+
+@dataclass
+class Watch:
+    """How far the fast path was from the plain one, where they were compared: a part of the record."""
+
+    checks: int = 0
+    skipped: int = 0  # because the plain path needs more memory than there is
+    largest: dict[str, float] = field(default_factory=dict)  # relative deviations of loss and grad_norm
+    again: bool = True  # at the next step: the first one, or the run goes on with other hardware or software
+
+
+class PlainStep:
+    """A model, its optimizer and how they are used, on one process. Subclasses replace the `_` methods."""
+
+    plain = True
+
+    def __init__(self, config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> None:
+        """Place the model `raw` on its device, wrap it and give it an optimizer."""
+        self.config, self.objective, self.state, self.raw = config, objective, state, raw
+        training = config.training
+        self.precision, _ = parallel.resolve_precision(training.precision, state.device)
+        self.autocast: Callable[[], Any] = parallel.autocast_of(self.precision, state.device)
+        self.scaler = torch.amp.GradScaler(state.device.type, enabled=self.precision == "fp16")
+        self.plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
+        self.total = total_steps(training, self.plan)
+        self.layout = Layout(segments=takes_segments(raw))
+        self.reads_ahead = not read_whole(objective.store["train"].tokens)  # the data exceeds the memory
+        # Masked cuDNN attention gives NaN gradients (models.gpt_block.MASKED_KERNELS), in other models, too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self._prepare_model()
+        raw.to(state.device)
+        if training.gradient_checkpointing:
+            raw.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = parallel.wrap(
+            raw, state, training.fsdp
+        )  # sharding replaces parameters: before the optimizer
+        self.parameters = list(raw.parameters())
+        self.optimizer = self._make_optimizer()
+
+    def _prepare_model(self) -> None:
+        """Change the model before it is placed and wrapped."""
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        return make_optimizer(self.raw, self.config.training)
+
+    def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
+        """Take step `number` of the run, on batch k of an epoch.
+
+        Returns the global batch's mean loss (on this process: its part), the gradients' norm, and the tokens.
+        """
+        training, state, world = self.config.training, self.state, self.state.num_processes
+        if self.reads_ahead and k + AHEAD < len(batches):
+            self.objective.expect("train", batches.batch(k + AHEAD))
+        count = self.objective.count("train", batches.batch(k))
+        set_learning_rate(self.optimizer, learning_rate(training, number, self.total))
+        loss: Tensor = torch.zeros((), device=state.device)
+        tokens = 0
+        for micro in range(training.accumulate):
+            part = micro * world + state.process_index
+            items = batches.share(k, part, world * training.accumulate)
+            batch = self.objective.batch("train", items, self.layout)
+            tokens += batch.tokens
+            seed_step(training.seed, number, part, state.device)
+            loss += self._backward(batch, count, micro == training.accumulate - 1)
+        return loss, self._use_gradients(), tokens
+
+    def _backward(self, batch: Batch, count: int, last: bool) -> Tensor:
+        """The loss of a micro-batch, `last` of its step, divided by `count`; its gradients are added."""
+        batch = batch.to(self.state.device)
+        with parallel.accumulating(self.model, last):
+            with self.autocast():
+                loss = self.objective.loss(self.model, batch)
+            # DDP and FSDP2 average over processes; times their number that is the sum.
+            self.scaler.scale(loss * (self.state.num_processes / count)).backward()
+        return loss.detach() / count
+
+    def _use_gradients(self) -> Tensor:
+        """Clip the gradients, take the optimizer's step, and return their norm before."""
+        self.scaler.unscale_(self.optimizer)
+        trained = [p for p in self.parameters if p.grad is not None]
+        norm = parallel.norm_of(trained, self.config.training.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def sync(self) -> None:
+        """Let the model's weights be up to date: before they are evaluated or saved."""
+
+    def capture(self) -> tuple[Tensors, Tensors]:
+        """Every parameter, and every moment of those that have any, by name."""
+        return capture(self.raw, self.optimizer)
+
+    def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
+        restore(checkpoint, self.raw, self.optimizer if moments else None)
+
+    def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
+        """What `capture` gives, as the plain path has it after so many steps."""
+        return self.capture()
+
+    def finish(self, steps: int) -> None:
+        """Give the model the parameters it is saved with, after so many steps."""
+
+    def close(self) -> None:
+        """Leave the model as others expect it."""
+
+    def why_unwatched(self) -> str | None:
+        """Why the fast path is not compared with the plain one; None where it is."""
+        return "the run takes the plain path"
+
+    def paths(self) -> dict[str, Any]:
+        """Which fast paths the run takes, for its record."""
+        return {"padded": "training.fast is off", "eager": "training.fast is off"}
+
+    def __str__(self) -> str:
+        return "the plain path: texts are padded, no CUDA graphs, no kernels of our own"
+
+
+def make_step(
+    config: RunConfig, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
+) -> PlainStep:
+    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there.
+
+    With `watch` the fast path is compared with the plain one now and then.
+    """
+    if config.training.fast:
+        try:
+            from oelm.speed import FastStep
+        except ModuleNotFoundError as error:
+            if error.name != "oelm.speed":
+                raise
+        else:
+            return FastStep(config, objective, raw, state, watch)
+    return PlainStep(config, objective, raw, state)

@@ -1,0 +1,59 @@
+"""How a run is told to stop: signals and a time limit."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from oelm.errors import Interrupted, UserError
+
+
+@dataclass
+class Stop:
+    """Why this process was told to stop, if it was.
+
+    `patient` while steps are made: the loop looks at `reason` after each and saves before it leaves. At any
+    other time all that is worth keeping is on disk, and the order is obeyed at once.
+    """
+
+    reason: str | None = None
+    patient: bool = False
+
+
+@contextlib.contextmanager
+def stopping(stop_after: float | None) -> Iterator[Stop]:
+    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave.
+
+    A second Ctrl-C does not ask.
+    """
+    stop = Stop()
+    if stop_after is not None and stop_after <= 0:
+        raise UserError("--stop-after needs a positive time, for example 9m")
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # Python delivers signals to the main thread only
+        return
+    names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
+    if stop_after is not None:  # without a limit the alarm stays its owner's
+        names[signal.SIGALRM] = "the time limit"
+
+    def ask(number: int, _: Any) -> None:
+        if stop.reason is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        stop.reason = f"stopped by {names[signal.Signals(number)]}"
+        if not stop.patient:
+            raise Interrupted(stop.reason)
+
+    previous = {number: signal.signal(number, ask) for number in names}
+    try:
+        if stop_after is not None:
+            signal.setitimer(signal.ITIMER_REAL, stop_after)
+        yield stop
+    finally:
+        if stop_after is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
