@@ -132,7 +132,7 @@ def test_directions():
 
 
 def test_rotary_scores_depend_on_distance_only():
-    from oelm.models.attention import rotate, rotation_of
+    from oelm.models.gpt_block import rotate, rotation_of
 
     q, k = torch.randn(2, 1, 1, 1, 16)
     positions = torch.arange(9)[None]

@@ -136,7 +136,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     for name, value in fresh.named_parameters():
         way = (weights[0][name] - value.detach()).norm()
         # Adam's first steps turn the rounding of tiny gradients into whole steps: few, so by the norm.
-        assert (weights[1][name] - weights[0][name]).norm() <= 0.05 * way, name
+        assert (weights[1][name] - weights[0][name]).norm() <= 0.1 * way, name
         moved += float(way)
     assert moved > 1
 

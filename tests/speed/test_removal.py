@@ -23,9 +23,10 @@ def without_speed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def oelm(package: Path, *words: object, given: str | None = None, code: int = 0) -> str:
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "oelm", *map(str, words)],
-        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         cwd=package, capture_output=True, text=True, input=given, timeout=300,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
