@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
+
+from oelm.system.private_torch import version_of
 
 PARTS = ("q", "k", "v")
 
@@ -131,7 +133,7 @@ class FusedWeights:
 
     def get(self, parts: Sequence[nn.Linear], heads: int, layout: str) -> tuple[Tensor, Tensor | None]:
         tensors = [t for part in parts for t in (part.weight, part.bias) if t is not None]
-        key = [(t.data_ptr(), t._version, t.dtype) for t in tensors]
+        key = [(t.data_ptr(), version_of(t), t.dtype) for t in tensors]
         if self.value is None or key != self.key:
             biases = [part.bias for part in parts]
             bias = None if biases[0] is None else fuse(biases, heads, layout)

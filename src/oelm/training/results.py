@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import LoggerType
 from torch import Tensor
 
 from oelm.config import RunConfig
@@ -20,6 +18,7 @@ from oelm.data.trivial_baselines import trivial_references
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
 from oelm.speed.watch import why_unwatched
+from oelm.system.private_accelerate import lacks_package, tracker_classes
 from oelm.system.version import NUMERICS
 
 if TYPE_CHECKING:
@@ -211,11 +210,10 @@ def track(session: "Session", values: dict[str, float]) -> None:
 
 def check_trackers(names: list[str]) -> None:
     """Refuse a name that is no tracker's, or one that is not installed, before anything is written."""
-    there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
-        if name in map(str, LoggerType) and name not in there:
+        if name not in (known := tracker_classes()):
+            raise UserError(f"unknown tracker {name!r}; known: {', '.join(known)}")
+        if lacks_package(name):
             raise UserError(f"tracker {name!r} is not installed: pip install {name}")
 
 
@@ -223,7 +221,7 @@ def start_trackers(session: "Session") -> list[Any]:
     """Accelerate's trackers by name; one that is not installed is a user's mistake."""
     started = []
     for name in session.config.training.trackers:
-        kind = LOGGER_TYPE_TO_CLASS[name]
+        kind = tracker_classes()[name]
         folder = {"logging_dir": str(session.folder.path)} if kind.requires_logging_directory else {}
         try:
             tracker = kind(session.folder.path.name, **folder)

@@ -1,7 +1,6 @@
 """Learning rate, length of a run and randomness as functions of the step alone: resuming needs no memory."""
 
 import math
-import re
 
 import numpy as np
 import torch
@@ -10,7 +9,9 @@ from torch import Tensor, nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
-from oelm.speed.adamw import OwnAdamW, fault_of
+from oelm.models.families import family_of, layers_of, relative_name
+from oelm.speed.adamw import OwnAdamW
+from oelm.system.private_torch import divide_gradients_in_step, fault_of
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:
@@ -74,31 +75,28 @@ def make_optimizer(model: nn.Module, training: TrainingConfig, graphed: bool = F
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """What each parameter's rate is multiplied by: 1 for the task's head, `decay` for the top layer,
-    `decay` squared for the one below, and so on down to the embeddings.
+    """What each parameter's learning rate is multiplied by: 1 for the task's head, `decay` for the top layer,
+    `decay` squared for the one below, and so on down to the embeddings and their norms.
 
-    A layer is the first number in a parameter's name. What has none lies below all layers where it is an
-    embedding; a last norm goes with the top layer, a pooler with the head, which it is a part of. The stacks
-    of an encoder-decoder are counted each from its own top.
+    A final norm counts as part of the top layer, a pooler as part of the head. The layers of an encoder and
+    of a decoder are counted separately, each from its own top.
     """
     names = [name for name, _ in model.named_parameters()]
     if decay == 1:
         return dict.fromkeys(names, 1.0)
+    embedding_norms = family_of(model).embedding_norms
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {name: re.search(r"(.*?\.)(\d+)\.", name) for name in names}
-    depths: dict[str, int] = {}  # of a stack, by the name before the number
-    for match in found.values():
-        if match:
-            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    bodies = {stack.partition(".")[0] for stack in depths}  # T5 has its two beside its head, others one
-    deepest = max(depths.values(), default=0)
+    layers = layers_of(model, names)
+    bodies = {name.partition(".")[0] for name in layers}  # T5 has two beside its head, others one
+    deepest = max((count for _, count in layers.values()), default=0)
     scales = {}
     for name, parameter in model.named_parameters():
-        match = found[name]
-        if id(parameter) in embeddings or (not match and "embed" in name):  # BERT's has a norm of its own
+        module = relative_name(model, name).rpartition(".")[0]
+        if id(parameter) in embeddings or module in embedding_norms:
             power = deepest + 1
-        elif match:
-            power = depths[match[1]] - int(match[2])
+        elif name in layers:
+            layer, count = layers[name]
+            power = count - layer
         else:
             power = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
         scales[name] = decay**power
@@ -118,11 +116,11 @@ def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
     every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
     not finite, this step and all later ones change nothing: see `fault_of`."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    # What clip_grad_norm_ multiplies by. Fused optimizers look here for what a GradScaler would tell them.
-    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-    optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    coefficient = (
+        (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    )  # as clip_grad_norm_
+    divide_gradients_in_step(optimizer, (1 / coefficient).to(torch.float32))
     fault_of(optimizer).logical_or_(~norm.isfinite())
     return norm
 
