@@ -72,9 +72,7 @@ class Method:
         if self.lora and any(self.freeze.get(role) != "all" for role in ("q", "k", "v")):
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
-            raise UserError(
-                "'polar' takes the polar factor of the model's own weight: init cannot be 'fresh'"
-            )
+            raise UserError("'polar' uses the weights that the model has, which init = 'fresh' contradicts")
         if self.gain not in GAINS and not (
             isinstance(self.gain, int | float)
             and not isinstance(self.gain, bool)

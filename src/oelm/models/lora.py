@@ -44,7 +44,7 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():  # PEFT freezes all else: the method decides that
+    for name, parameter in model.named_parameters():  # undo PEFT's freezing: the method decides
         parameter.requires_grad_(trains.get(plain_name(name), True))
     for layer in adapted_layers(model).values():
         layer.register_state_dict_post_hook(_save_merged)
