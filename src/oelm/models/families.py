@@ -6,6 +6,7 @@ To support another architecture, add a row under its `config.model_type`:
         attentions=(oelm.Attention("encoder.layer.*.attn", q="query", k="key", v="value", o="out"),),
         ffn_in=("encoder.layer.*.up",),
         ffn_out=("encoder.layer.*.down",),
+        embedding_norms=("embeddings.norm",),
     )
 
 `*` stands for the layer's number; paths are relative to the base model. No code needs to change.
@@ -92,6 +93,7 @@ _LLAMA = Family(
     ffn_in=("layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"),
     ffn_out=("layers.*.mlp.down_proj",),
 )
+_T5_FFN = ("encoder.block.*.layer.1.DenseReluDense", "decoder.block.*.layer.2.DenseReluDense")
 
 FAMILIES: dict[str, Family] = {
     "oelm-gpt": Family(
@@ -133,18 +135,8 @@ FAMILIES: dict[str, Family] = {
             Attention("decoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
             Attention("decoder.block.*.layer.1.EncDecAttention", q="q", k="k", v="v", o="o"),
         ),
-        ffn_in=(
-            "encoder.block.*.layer.1.DenseReluDense.wi",
-            "encoder.block.*.layer.1.DenseReluDense.wi_0",
-            "encoder.block.*.layer.1.DenseReluDense.wi_1",
-            "decoder.block.*.layer.2.DenseReluDense.wi",
-            "decoder.block.*.layer.2.DenseReluDense.wi_0",
-            "decoder.block.*.layer.2.DenseReluDense.wi_1",
-        ),
-        ffn_out=(
-            "encoder.block.*.layer.1.DenseReluDense.wo",
-            "decoder.block.*.layer.2.DenseReluDense.wo",
-        ),
+        ffn_in=tuple(f"{ffn}.{name}" for ffn in _T5_FFN for name in ("wi", "wi_0", "wi_1")),
+        ffn_out=tuple(f"{ffn}.wo" for ffn in _T5_FFN),
         positions="relative",
         score_scale=1.0,
     ),
