@@ -77,7 +77,7 @@ def test_frozen_feed_forward_blocks_are_checked_too():
 
 def test_a_plainly_loaded_model_is_told_the_way(model, tmp_path):
     model.save_pretrained(tmp_path)
-    with pytest.raises(AuditError, match=r"oelm.refreeze mends that"):
+    with pytest.raises(AuditError, match=r"oelm.refreeze freezes it again"):
         oelm.audit(type(model).from_pretrained(tmp_path))
 
 

@@ -585,5 +585,5 @@ def test_a_head_without_a_scale_is_refused():
     site = next(site for site in find_sites(model) if site.role == "q")
     with torch.no_grad():
         site.weight.zero_()
-    with pytest.raises(UserError, match="scale of its own"):
+    with pytest.raises(UserError, match="scale 0"):
         oelm.convert(model, Method("x", {"q": "orthogonal"}, init="fresh", gain="own"))

@@ -9,9 +9,10 @@ import transformers
 import oelm
 from oelm.cli.run import resolve_config
 from oelm.method import PRESETS, Method
+from oelm.models.families import family_of, layers_of, relative_name, whole_model_roles
 from tests.data.made import parquet
 from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
-from tests.tiny import build
+from tests.tiny import BUILDERS, build
 
 # The task's head; BERT's pooler serves nothing else.
 HEADS = {"bert": r"classifier\.|bert\.pooler\.", "gpt2": r"score\.", "t5": r"classification_head\."}
@@ -89,6 +90,15 @@ def test_the_top_blocks_train_whole(name, top, monkeypatch):
         expected = in_layers(names, name, {*range(3 - top, 3)}) | matching(names, HEADS[name], TOP[name])
         expected -= matching(names, r"relative_attention_bias")  # an embedding, though it lies in block 0
         assert found == expected
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_table_knows_every_layer_and_the_norms_of_the_embeddings(name):
+    model = build(name)
+    parameters = [path for path, _ in model.named_parameters()]
+    assert set(layers_of(model, parameters)) == matching(parameters, r"\.\d+\.")
+    norms = {relative_name(model, path) for path in whole_model_roles(model)["norms"]}
+    assert matching(norms, "embed") == norms & {*family_of(model).embedding_norms}
 
 
 @every_family

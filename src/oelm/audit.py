@@ -1,4 +1,4 @@
-"""Proof that what is frozen stayed frozen, bit for bit, and is still orthonormal."""
+"""Check that what is frozen stayed frozen, bit for bit, and is still orthonormal."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from oelm.errors import AuditError, UserError
 from oelm.method import HEAD_ROLES, Method
-from oelm.models.families import block_gain, find_sites, frozen_names
-from oelm.models.lora import adapted_layers, plain_name
+from oelm.models.families import block_gain, find_sites, frozen_names, relative_name
+from oelm.models.lora import adapted_layers
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
+from oelm.system.private_peft import is_adapted, is_adapter, plain_name
+from oelm.system.private_torch import unwrap
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a model's parameters were at one moment: the frozen ones by digest, the others by name."""
+    """A model's parameters at one moment: the digests of the frozen ones, the names of the others."""
 
     frozen: dict[str, str]
     trainable: tuple[str, ...]
@@ -30,11 +32,10 @@ class Fingerprint:
         return cls(dict(values["frozen"]), tuple(values["trainable"]))
 
     def merged(self) -> "Fingerprint":
-        """What is left of it once adapters are merged: the weights they were merged into have changed."""
-        adapted = {name for name in self.frozen if name.endswith(".base_layer.weight")}
+        """The same after adapters were merged: the weights they were merged into have no digest any more."""
         return Fingerprint(
-            {plain_name(name): "" if name in adapted else digest for name, digest in self.frozen.items()},
-            tuple(name for name in self.trainable if ".lora_" not in name),
+            {plain_name(name): "" if is_adapted(name) else digest for name, digest in self.frozen.items()},
+            tuple(name for name in self.trainable if not is_adapter(name)),
         )
 
 
@@ -65,9 +66,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     """Check a converted model and return what was checked; raise `AuditError` naming everything wrong.
 
-    Wrong is: a frozen parameter whose bits differ from `before`; a parameter that trains though its
-    method freezes it, or is frozen though it was to train; a block that is no longer orthonormal.
-    Without `before`, bits are checked against the digest that conversion left in the config.
+    Wrong is: a frozen parameter whose bits differ from `before`; a parameter that is trainable although the
+    method freezes it, or the reverse; a block that is no longer orthonormal. Without `before`, bits are
+    compared with the digests that conversion left in the config.
     """
     model = unwrap(model)
     method = method_of(model)
@@ -77,17 +78,16 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     problems += _digest_problems(model, method) if before is None else _changes(model, before)
     heads, largest, allowed = 0, 0.0, 0.0
     for path, weight, blocks, gain in _orthonormal(model, method):
-        found = deviation(weight, blocks, gain)
-        limit = _allowed(weight)
+        deviations, limit = deviation(weight, blocks, gain), _allowed(weight)
         problems += [
             f"{path}: head {head} is off from orthonormal by {value:.2g} (tolerance {limit:.2g})"
-            for head, value in enumerate(found)
+            for head, value in enumerate(deviations)
             if not value <= limit  # NaN is a problem too
         ]
-        heads, largest, allowed = heads + blocks, max(largest, float(found.max())), max(allowed, limit)
+        heads, largest, allowed = heads + blocks, max(largest, float(deviations.max())), max(allowed, limit)
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze mends that)"
+        hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze freezes it again)"
         raise AuditError(
             f"the audit failed, it found {len(problems)} problem(s):\n  "
             + "\n  ".join(problems[:20])
@@ -106,19 +106,8 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     )
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
 def record_of(model: nn.Module) -> dict[str, Any]:
-    """What conversion left in the config."""
+    """The record of the conversion in the model's config."""
     record = getattr(getattr(model, "config", None), "oelm", None)
     if not record:
         raise UserError(
@@ -145,9 +134,8 @@ def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None
             yield f"{name}: it should train, but it is frozen"
         if known is not None and name not in known:
             yield f"{name}: it was not there when the fingerprint was taken"
-    if known is not None:
-        present = {name for name, _ in model.named_parameters()}
-        yield from (f"{name}: it is gone" for name in sorted(known - present))
+    for name in sorted((known or set()) - {name for name, _ in model.named_parameters()}):
+        yield f"{name}: it is gone"
 
 
 def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
@@ -157,7 +145,7 @@ def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
 
 
 def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, Any]]:
-    """(path, weight, blocks in it, their gains) of the frozen projections that must be orthonormal."""
+    """Path, weight, number of blocks and gains of the frozen projections that must be orthonormal."""
     wanted = frozen_names(model, method)
     for site in find_sites(model):
         kind = method.start.get(site.role)
@@ -171,20 +159,23 @@ def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor
 
 
 def frozen_digest(model: nn.Module, method: Method) -> dict[str, dict[str, str]]:
-    """For every tensor the method freezes its digest, in each dtype a checkpoint may be loaded in."""
-    found = {}
-    for name, tensor in _frozen(model, method):
-        dtypes = dict.fromkeys((tensor.dtype, torch.float32, torch.bfloat16, torch.float16))
-        found[name] = {_name(dtype): _digest(tensor, dtype) for dtype in dtypes}
-    return found
+    """The digests of every tensor the method freezes, in each dtype a checkpoint may be loaded in."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return {
+        name: {
+            str(dtype).removeprefix("torch."): _digest(tensor, dtype)
+            for dtype in dict.fromkeys((tensor.dtype, *dtypes))
+        }
+        for name, tensor in _frozen(model, method)
+    }
 
 
 def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
-    """Compare with the digests in the config, in a dtype that holds the weights as they are.
+    """Compare with the digests in the config, in a dtype that holds the weights exactly.
 
-    A model loaded narrower than it was saved matches the digest of that dtype. One loaded wider
-    holds values that fit the narrower dtype exactly: then the narrower digest must match. A tensor
-    without a digest belongs to another task's head.
+    A model loaded in a narrower dtype than it was saved in has the digest of that dtype. One loaded in a
+    wider dtype holds values that fit the narrower one, and has the digest of that. A tensor without a digest
+    belongs to another task's head.
     """
     recorded = record_of(model)["digest"]
     for name, tensor in _frozen(model, method):
@@ -196,12 +187,8 @@ def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
             yield f"{name}: not the weight that was frozen (its digest differs from config.oelm)"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _full(tensor: Tensor) -> Tensor:
-    """All of a tensor; a shard is gathered, so every process must ask."""
+    """The whole tensor; shards are gathered, so every process must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -211,7 +198,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _allowed(weight: Tensor) -> float:
-    """How far from orthonormal rounding can have put these values: one saved in bf16 keeps its error."""
+    """The deviation from orthonormality that rounding explains; what was saved in bf16 keeps its error."""
     narrower = [dtype for dtype in (torch.bfloat16, torch.float16) if _fits(weight, dtype)]
     return max(tolerance(dtype) for dtype in (weight.dtype, *narrower))
 
@@ -219,8 +206,11 @@ def _allowed(weight: Tensor) -> float:
 def _frozen(model: nn.Module, method: Method) -> list[tuple[str, Tensor]]:
     """What the method freezes, under names that do not depend on the task's head."""
     wanted = frozen_names(model, method)
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    return [(n.removeprefix(prefix), _full(p.detach())) for n, p in model.named_parameters() if n in wanted]
+    return [
+        (relative_name(model, name), _full(parameter.detach()))
+        for name, parameter in model.named_parameters()
+        if name in wanted
+    ]
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:

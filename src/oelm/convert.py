@@ -2,20 +2,24 @@
 
 import copy
 import operator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PreTrainedModel
 
 from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.errors import UserError
-from oelm.method import HEAD_ROLES, Method, get_method, only_below, select_layers
-from oelm.models.conversion_distance import Sample, head_moves, score_changes, score_scales
-from oelm.models.conversion_report import ConversionReport, Row
+from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
+from oelm.models.conversion_report import (
+    ConversionReport,
+    Row,
+    Sample,
+    head_moves,
+    score_changes,
+    score_scales,
+)
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
@@ -30,9 +34,9 @@ def convert(
 ) -> ConversionReport:
     """Initialise and freeze what the method says, in place, and report it.
 
-    The model keeps its class; `config.oelm` records what was done, and is saved with it. Anything
-    that cannot be done is refused before the model is touched. On `sample`, a batch as the model takes it,
-    the report's scale of the scores is measured; without one it is predicted from the weights.
+    The model keeps its class; `config.oelm` records what was done, and is saved with it. What cannot be done
+    is refused before the model is touched. With `sample`, a batch as the model takes it, the scales of the
+    scores in the report are measured on it; without one they are predicted from the weights.
     """
     method = get_method(method)
     _refuse_unfit(model)
@@ -40,7 +44,7 @@ def convert(
     report = apply_method(
         model, method, seed, _resolve_init(model, method), measure=not _from_scratch(model), sample=sample
     )
-    # Two models may share one config object; what was done to one must not stand in the other's.
+    # Two models may share one config object, and the record of one must not be in the other's.
     shared, own_config.oelm = model.config, model.config.oelm
     for module in model.modules():
         if getattr(module, "config", None) is shared:
@@ -57,9 +61,9 @@ def apply_method(
     measure: bool = False,
     sample: Sample | None = None,
 ) -> ConversionReport:
-    """What `convert` does, on the model's own config and with "fresh" or "own" decided.
+    """`convert` on the model's own config and with `init` resolved to "fresh" or "own".
 
-    `measure`: the report says how far each head moved, unless none does.
+    With `measure` the report says how far each head moved.
     """
     try:
         seed = operator.index(seed)
@@ -77,15 +81,11 @@ def apply_method(
         for site in sites
         if (kind := method.start.get(site.role)) is not None
     ]
-    measure = sample is not None or (measure and any(site.role in HEAD_ROLES for site, _, _ in new))
+    changed = [(site, weight) for site, _, weight in new if site.role in HEAD_ROLES]
+    measure = sample is not None or (measure and bool(changed))
     before = score_scales(model, sample) if measure else {}
-    moves = [
-        move
-        for site, _, weight in new
-        if measure and site.role in HEAD_ROLES
-        for move in head_moves(site, weight)
-    ]
-    # From here on nothing can fail: the model is changed.
+    moves = [move for site, weight in changed if measure for move in head_moves(site, weight)]
+    # All checks are done: from here on the model is changed.
     for site, kind, weight in new:
         site.write(weight)
         if _is_drawn(kind, init):
@@ -97,25 +97,21 @@ def apply_method(
         "method": method.to_dict(),
         "seed": seed,
         "init": init,
-        # by the architecture or the user, not by the method:
+        # Frozen by the architecture or the user, not by the method.
         "already_frozen": [n for n, p in model.named_parameters() if not p.requires_grad and n not in wanted],
         "version": __version__,
         "digest": frozen_digest(model, method),
     }
     scales = score_changes(model, before, score_scales(model, sample)) if measure else []
-    return replace(
-        _report(model, method, seed, init),
-        heads=tuple(moves),
-        scores=tuple(scales),
-        scores_from="sample" if sample is not None else "weights",
-    )
+    source = "weights" if sample is None else "sample"
+    return _report(model, method, seed, init, heads=tuple(moves), scores=tuple(scales), scores_from=source)
 
 
 def refreeze(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the frozen state of a converted model after a plain `from_pretrained`, which loses it.
 
-    The frozen weights are checked against the digest in the config: a checkpoint in which they were
-    trained after all is refused.
+    The frozen weights are compared with the digests in the config: a checkpoint in which they were trained is
+    refused.
     """
     method = method_of(model)
     _freeze(model, method)
@@ -185,18 +181,19 @@ def _refuse_unfit_weights(sites: list[Site]) -> None:
 
 
 def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
-    """A selection of layers that the model does not have freezes nothing: a mistake, not a wish. All but the
-    last two of two layers are none, as they should be, where the method freezes something else (`top-2`)."""
-    depths = {role: {site.num_layers for site in sites if site.role == role} for role in method.freeze}
-    selected = {
-        role: not depths[role] or any(select_layers(layers, n) for n in depths[role])
-        for role, layers in method.freeze.items()
-    }
-    frozen = "embeddings" in method.freeze or any(depths[role] and selected[role] for role in depths)
+    """Reject a selection that matches no layer. ":-n" in a model of n layers is accepted where the method
+    freezes something else, as `top-2` does in a model of two layers."""
+    freezes_something, empty = "embeddings" in method.freeze, {}
     for role, layers in method.freeze.items():
-        if not selected[role] and not (frozen and only_below(layers, max(depths[role]))):
-            deepest = max(depths[role])
-            raise UserError(f"freeze {role} = {layers!r} selects none of the model's {deepest} layers")
+        depths = {site.num_layers for site in sites if site.role == role}
+        if any(select_layers(layers, depth) for depth in depths):
+            freezes_something = True
+        elif depths:
+            empty[role] = max(depths)
+    for role, depth in empty.items():
+        layers = method.freeze[role]
+        if not (freezes_something and freezes_only_embeddings(layers, depth)):
+            raise UserError(f"freeze {role} = {layers!r} selects none of the model's {depth} layers")
 
 
 def _resolve_init(model: PreTrainedModel, method: Method) -> str:
@@ -228,12 +225,12 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
         blocks = draw_blocks(kind, d_model, heads, head_dim, seed=seed, name=site.name)
     else:
         if not np.isfinite(blocks).all():
-            raise UserError(f"{site.path} holds values that are not finite: no factor of it can be taken")
+            raise UserError(f"{site.path} holds values that are not finite: it has no orthogonal factor")
         blocks = polar_factor(blocks) if kind == "polar" else q_factor(blocks)
     if site.role in HEAD_ROLES and kind != "normal":
         gains = block_gain(site, method, own)
         if not (np.isfinite(gains) & (gains > 0)).all():
-            raise UserError(f"{site.path} has a head without a scale of its own: gain = 'own' cannot keep it")
+            raise UserError(f"{site.path} has a head of scale 0 or infinity, which gain = 'own' cannot keep")
         blocks = blocks * gains[:, None, None]
     new = torch.from_numpy(to_weight(blocks))
     return (new.t() if transposed else new).to(weight.device, weight.dtype)
@@ -249,7 +246,7 @@ def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
         ]
         if site.part is not None and 0 < len(frozen) < len(PARTS):
             module = model.get_submodule(site.path)
-            if isinstance(module, nn.Linear | Conv1D):  # not split yet on behalf of another of its parts
+            if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
                 _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
     wanted = frozen_names(model, method)
     for name, parameter in model.named_parameters():
@@ -271,7 +268,7 @@ def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, new)
 
 
-def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> ConversionReport:
+def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **moved: Any) -> ConversionReport:
     wanted = frozen_names(model, method)
     frozen_ids = {id(p) for name, p in model.named_parameters() if name in wanted}
     by_role: dict[str, list[Site]] = {}
@@ -283,24 +280,14 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
         start = "as it was"
         if kind is not None:
             start = f"{kind}, fresh" if _is_drawn(kind, init) else f"{kind}, from its own weight"
-        scaled = role in HEAD_ROLES and kind not in (None, "normal")
         gains = {"-"}
-        if scaled and method.gain == "own":
-            gains = {"own"}
-        elif scaled:
-            gains = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
-        held = sum(f"{site.path}.weight" in wanted for site in sites)
-        rows.append(
-            Row(
-                role,
-                len(sites),
-                sum(site.heads for site in sites) if role in HEAD_ROLES else 0,
-                start,
-                "/".join(sorted(gains)),
-                _share(held, len(sites)),
-                sum(site.parameters for site in sites),
-            )
-        )
+        if role in HEAD_ROLES and kind not in (None, "normal"):
+            numbers = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
+            gains = {"own"} if method.gain == "own" else numbers
+        heads = sum(site.heads for site in sites) if role in HEAD_ROLES else 0
+        share = _share(sum(f"{site.path}.weight" in wanted for site in sites), len(sites))
+        size = sum(site.parameters for site in sites)
+        rows.append(Row(role, len(sites), heads, start, "/".join(sorted(gains)), share, size))
     for role, modules in whole_model_roles(model).items():
         # A norm or a tied matrix may be registered twice; it is one parameter.
         unique = {id(p): p for module in modules.values() for p in module.parameters(recurse=False)}
@@ -319,6 +306,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str) -> Con
         total=sum(p.numel() for p in parameters),
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         rows=tuple(rows),
+        **moved,
     )
 
 

@@ -1,4 +1,4 @@
-"""Method = how the projections start x what is frozen. Presets are data; nothing here touches a model."""
+"""A method says how the projections start and what is frozen. Presets are data; no model is touched here."""
 
 import re
 from collections.abc import Mapping
@@ -8,16 +8,11 @@ from typing import Any
 from oelm.errors import UserError
 from oelm.orthogonal import KINDS
 
-# What a parameter can be in a Transformer, whatever its architecture calls it.
-ROLES = ("q", "k", "v", "o", "ffn_in", "ffn_out", "embeddings", "norms")
-# A short word in `freeze`: all that a layer has.
-BLOCKS = ("q", "k", "v", "o", "ffn_in", "ffn_out", "norms")
+PROJECTIONS = ("q", "k", "v", "o", "ffn_in", "ffn_out")
+BLOCKS = (*PROJECTIONS, "norms")  # the roles in a layer, which `freeze` calls "blocks" together
+ROLES = (*BLOCKS, "embeddings")
 HEAD_ROLES = ("q", "k")  # start head by head; the others as one block
-START_ROLES = ("q", "k", "ffn_in", "ffn_out")
-
-# A role may also start from the weight that is there.
-OWN_KINDS = ("polar",)
-# Where an "orthogonal" block comes from: drawn, or the Q factor of the weight that is there.
+START_ROLES = (*HEAD_ROLES, "ffn_in", "ffn_out")
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
@@ -27,18 +22,18 @@ GAINS = ("family", "own")  # besides numbers
 class Method:
     """How a model is prepared for training.
 
-    start   role -> kind of block it starts from (`orthogonal.KINDS`, or "polar"); a role not named
-            keeps the weight it has.
-    init    "fresh" draws orthogonal blocks, "own" takes the Q factor of each head's own block, and
-            "auto" is "fresh" for a reference GPT from scratch and "own" for every other model.
+    start   role -> kind of block it starts from: one of `orthogonal.KINDS`, or "polar", the polar factor of
+            the weight it has. A role that is not named keeps its weight.
+    init    where "orthogonal" blocks come from: "fresh" draws them, "own" takes the Q factor of each head's
+            own block, and "auto" is "fresh" for a reference GPT from scratch, "own" for every other model.
     gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
             "own" gives each head the spectral norm its block had.
-    freeze  role -> the layers whose parameters never train: "all", or Python's way of slicing the
-            layers: ":-2" (all but the last two), "-2:" (the last two), "0,3,5". "blocks" stands for
+    freeze  role -> the layers whose parameters never train: "all", or a selection as in Python:
+            ":-2" (all but the last two), "-2:" (the last two), "0,3,5". "blocks" stands for
             every role of a layer that is not named itself.
-    scores  "constant": no gradient flows through the attention scores, not even to the layers below.
-            The usual "differentiable" lets it flow, through frozen q and k too.
+    scores  "differentiable": gradients flow through the attention scores, even of frozen q and k, to the
+            layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
     """
 
@@ -54,13 +49,13 @@ class Method:
         for name in ("start", "freeze"):
             table = getattr(self, name)
             if not isinstance(table, Mapping) or not all(isinstance(v, str) for v in table.values()):
-                raise UserError(f"{name} maps roles to words, for example {{'q': 'all'}}, but is {table!r}")
+                raise UserError(f"{name} maps roles to words, for example {{'q': 'all'}}, not {table!r}")
         if "blocks" in self.freeze:
             named = {role: layers for role, layers in self.freeze.items() if role != "blocks"}
             object.__setattr__(self, "freeze", dict.fromkeys(BLOCKS, self.freeze["blocks"]) | named)
         for role, kind in self.start.items():
             _known(role, START_ROLES, "role that can be initialised")
-            _known(kind, (*KINDS, *OWN_KINDS), "kind of block")
+            _known(kind, (*KINDS, "polar"), "kind of block")
             if role not in HEAD_ROLES and kind != "orthogonal":
                 raise UserError(f"{role} can start as 'orthogonal' only, not {kind!r}")
         for role, layers in self.freeze.items():
@@ -77,9 +72,7 @@ class Method:
         if self.lora and any(self.freeze.get(role) != "all" for role in ("q", "k", "v")):
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
-            raise UserError(
-                "'polar' takes the factor of the weight that is there; init = 'fresh' contradicts it"
-            )
+            raise UserError("'polar' uses the weights that the model has, which init = 'fresh' contradicts")
         if self.gain not in GAINS and not (
             isinstance(self.gain, int | float)
             and not isinstance(self.gain, bool)
@@ -88,8 +81,8 @@ class Method:
             raise UserError(f"gain must be a positive number, 'family' or 'own', not {self.gain!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, the inverse of `from_dict`. What came later stands there only where it is used, so
-        that older records keep their identity."""
+        """Plain JSON, the inverse of `from_dict`. Keys added later are left out while they have their
+        default, so that older records keep their identity."""
         values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
         for name in ("scores", "lora"):
             if values[name] == getattr(Method, name):
@@ -98,8 +91,8 @@ class Method:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Method":
-        """A Method from its JSON form. With a preset's name, the other keys override that preset, and the
-        name says so: a table must not call something `oelm` that is not."""
+        """A Method from its JSON form. With a preset's name the other keys override that preset, and the new
+        method's name lists them."""
         for key in values:
             _known(key, tuple(f.name for f in fields(cls)), "field of a method")
         rest = {key: value for key, value in values.items() if key != "name"}
@@ -134,20 +127,19 @@ def select_layers(selection: str, num_layers: int) -> set[int]:
     raise UserError(f"{selection!r} does not select layers; use 'all', ':-2', '-2:' or '0,3,5'")
 
 
-def only_below(selection: str, num_layers: int) -> bool:
-    """Whether a selection is all but the last n of n layers: none of them, but what lies below them all."""
+def freezes_only_embeddings(selection: str, num_layers: int) -> bool:
+    """Whether a selection is ":-n" in a model of n layers: no layer, but what is below them all."""
     return selection.replace(" ", "") == f":-{num_layers}"
 
 
 _QK = {"q": "all", "k": "all"}
 _FFN = {"ffn_in": "all", "ffn_out": "all"}
+_PROJECTIONS = dict.fromkeys(PROJECTIONS, "all")
 
 
 def _start(kind: str, *roles: str) -> dict[str, str]:
     return dict.fromkeys(roles, kind)
 
-
-_PROJECTIONS = dict.fromkeys(("q", "k", "v", "o", "ffn_in", "ffn_out"), "all")
 
 PRESETS: dict[str, Method] = {
     method.name: method
@@ -178,7 +170,7 @@ PRESETS: dict[str, Method] = {
     )
 }
 
-# The reports' names, after lower-casing and '_' or ' ' -> '-'.
+# The reports' names, in lower case and with '-' for '_' and ' '.
 ALIASES = {
     "gpt": "baseline",
     "oelm-v2": "oelm",

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
+import torch.compiler.config
 
 from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
@@ -27,10 +26,9 @@ def run_bench(
     """Measure every case asked for. With `json_file` the record is written after each of them. `stopped` is
     asked before every round; once it says so, what is measured by then is all."""
     began = time.monotonic()
-    torch._dynamo.config.recompile_limit = 64  # arms share the code of their blocks
+    torch.compiler.config.recompile_limit = 64  # arms share the code of their blocks
     # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
-    torch._inductor.config.fx_graph_cache = False
-    torch._functorch.config.enable_autograd_cache = False
+    torch.compiler.config.force_disable_caches = True
 
     def time_left() -> bool:
         if stopped():

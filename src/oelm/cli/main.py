@@ -25,11 +25,12 @@ app = typer.Typer(
     help="Does freezing orthogonal query/key projections pay on your task?",
 )
 
-app.add_typer(data.app, name="data")
 app.command()(experiments.experiments)
 app.command()(bench.bench)
 app.command()(convert.convert)
-app.registered_commands += run.app.registered_commands + study.app.registered_commands
+app.add_typer(run.app)
+app.add_typer(study.app)
+app.add_typer(data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,13 +4,13 @@ All measures but `tokens` are of words (runs of letters and digits, and single p
 case), so that models with different tokenizers compare:
 
     distinct_n   different n-grams / all n-grams, over all continuations together. It falls with the amount
-                 of text, so each side is counted up to as many n-grams as the other has.
-    repetition   the share of a continuation's 4-grams that it has written before; the mean over those that
-                 have any
-    words        mean length; `tokens` is the same in tokens, at most as many as were asked for
+                 of text, so both sides are counted up to the same number of n-grams.
+    repetition   the share of a continuation's 4-grams that occur in it before; the mean over continuations
+                 of at least four words
+    words        mean length in words; `tokens` is the same in tokens
     ended        the share of continuations after which the text ends
 
-At temperature 1 without top-k a perfect model has the held-out texts' own values.
+At temperature 1 without top-k a perfect model has the values of the held-out texts.
 """
 
 import re
@@ -29,19 +29,19 @@ from oelm.orthogonal import generator
 
 Array = np.ndarray
 WORD = re.compile(r"\w+|[^\w\s]")
-REPEATED = 4  # words of an n-gram that counts as repeated
-TOGETHER = 16  # prompts in a batch: a part of what a seed means
+REPEATED = 4  # words in the n-grams of `repetition`
+BATCH = 16  # prompts: with another number the same seed gives other texts
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What is written: `prompts` continuations of `prompt_tokens` given tokens, at most `tokens` long."""
+    """What to generate: `prompts` continuations of `prompt_tokens` tokens each, at most `tokens` long."""
 
     prompts: int = 64
     prompt_tokens: int = 32
     tokens: int = 64
-    temperature: float = 1.0  # 0: the likeliest token every time
-    top_k: int = 0  # choose among so many tokens; 0: among all
+    temperature: float = 1.0  # 0: always the likeliest token
+    top_k: int = 0  # sample among the k likeliest tokens; 0: among all
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,10 +63,10 @@ class Continuation:
 def generation_quality(
     model: Any, tokenizer: Any, split: Split, window: int, writing: Writing
 ) -> dict[str, Any]:
-    """The measures above, `generated` by the model and of the `held_out` text of a corpus.
+    """The measures above, of texts `generated` by the model and of the `held_out` texts of a corpus.
 
-    Prompts are beginnings of documents, drawn with the seed; where the split has fewer documents than
-    prompts are asked for, pieces of its stream are continued instead.
+    Prompts are the beginnings of documents, drawn with the seed. A split with fewer documents than prompts is
+    cut into pieces of equal length instead.
     """
     check_language_model(model, "--generation")
     end = boundary_id(tokenizer)
@@ -85,18 +85,19 @@ def generation_quality(
     if not len(starts):
         raise UserError(f"the {split.name} split has no text longer than --prompt-tokens; ask for fewer")
     chosen = np.sort(generator(writing.seed, "prompts").permutation(len(starts))[: writing.prompts])
-    # What a model reads before a text: the tokenizer's own opening, else the end of the text before.
+    # Before a text comes what the tokenizer puts there, or else the end of the previous text.
     before = opening or ([end] if whole else [])
     prompts = [[*before, *tokens[start : start + writing.prompt_tokens].tolist()] for start in starts[chosen]]
-    written = [*_write(model, prompts, end, pad_id(tokenizer), writing)]
-    real = [
-        _real(tokens, int(starts[i]) + writing.prompt_tokens, int(ends[i]), writing.tokens) for i in chosen
-    ]
+    generated = [*_generate(model, prompts, end, pad_id(tokenizer), writing)]
+    held_out = []
+    for first, last in zip(starts[chosen] + writing.prompt_tokens, ends[chosen], strict=True):
+        ids = tokens[first : min(first + writing.tokens, last)].tolist()
+        held_out.append(Continuation(ids, bool(last - first < writing.tokens)))
     return {
         **asdict(writing),
         "prompts": len(prompts),
         "prompts_are": "documents" if whole else "pieces",
-        "measures": _beside(tokenizer, written, real),
+        "measures": _measures(tokenizer, generated, held_out),
     }
 
 
@@ -107,7 +108,7 @@ def check_language_model(model: Any, option: str) -> None:
 
 
 def _documents(tokens: Array, end: int, prompt: int) -> tuple[Array, Array]:
-    """Where each document that is longer than a prompt starts and ends."""
+    """Where the documents that are longer than a prompt start and end."""
     bounds = np.flatnonzero(tokens == end)
     starts, ends = bounds[:-1] + 1, bounds[1:]
     long = ends - starts > prompt
@@ -124,42 +125,37 @@ def _pieces(tokens: Array, end: int, writing: Writing) -> tuple[Array, Array]:
     return starts[long], ends[long]
 
 
-def _real(tokens: Array, first: int, end: int, most: int) -> Continuation:
-    return Continuation(tokens[first : min(first + most, end)].tolist(), end - first < most)
-
-
 @torch.no_grad()
-def _write(
+def _generate(
     model: Any, prompts: list[list[int]], end: int, pad: int, writing: Writing
 ) -> Iterator[Continuation]:
     """The model's continuations. All prompts are equally long, so nothing is padded."""
-    sampling = {"do_sample": True, "temperature": writing.temperature, "top_k": writing.top_k}
-    # Said in full: what a checkpoint's own settings add would be measured with the model.
+    sampling = {"temperature": writing.temperature, "top_k": writing.top_k, "top_p": 1.0}
+    # Every setting is given: those of a checkpoint's generation_config.json are not to be measured.
     settings = GenerationConfig(
-        **(sampling if writing.temperature else {"do_sample": False}),
+        do_sample=bool(writing.temperature), **(sampling if writing.temperature else {}),
         max_new_tokens=writing.tokens, eos_token_id=end, pad_token_id=pad, use_cache=True,
         num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
     )  # fmt: skip
-    if writing.temperature:
-        settings.top_p = 1.0
     torch.manual_seed(writing.seed)
-    for first in range(0, len(prompts), TOGETHER):
-        ids = torch.tensor(prompts[first : first + TOGETHER], device=model.device)
+    for first in range(0, len(prompts), BATCH):
+        ids = torch.tensor(prompts[first : first + BATCH], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         for row in out[:, ids.shape[1] :].tolist():
             ended = end in row
             yield Continuation(row[: row.index(end)] if ended else row, ended)
 
 
-def _beside(tokenizer: Any, written: list[Continuation], real: list[Continuation]) -> dict[str, Any]:
-    words = [[words_of(tokenizer.decode(part.ids)) for part in side] for side in (written, real)]
-    pairs: dict[str, list[float | None]] = {}
-    for n in (1, 2, 3):
-        pairs[f"distinct_{n}"] = distinct(words[0], words[1], n)
+def _measures(tokenizer: Any, generated: list[Continuation], held_out: list[Continuation]) -> dict[str, Any]:
+    sides = (generated, held_out)
+    words = [[words_of(tokenizer.decode(text.ids)) for text in side] for side in sides]
+    pairs: dict[str, list[float | None]] = {
+        f"distinct_{n}": distinct(words[0], words[1], n) for n in (1, 2, 3)
+    }
     pairs["repetition"] = [repetition(side) for side in words]
     pairs["words"] = [float(np.mean([len(text) for text in side])) for side in words]
-    pairs["tokens"] = [float(np.mean([len(part.ids) for part in side])) for side in (written, real)]
-    pairs["ended"] = [float(np.mean([part.ended for part in side])) for side in (written, real)]
+    pairs["tokens"] = [float(np.mean([len(text.ids) for text in side])) for side in sides]
+    pairs["ended"] = [float(np.mean([text.ended for text in side])) for side in sides]
     return {name: dict(zip(("generated", "held_out"), pair, strict=True)) for name, pair in pairs.items()}
 
 
@@ -173,9 +169,9 @@ def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct(one: list[list[str]], other: list[list[str]], n: int) -> list[float | None]:
-    """Different n-grams / all n-grams of each of two sets of texts, as many n-grams of either.
+    """Different n-grams / all n-grams of two sets of texts, counting the first ones of the longer set only.
 
-    Texts count in their order; without any n-gram there is no answer.
+    None where a set has no n-gram.
     """
     sides = [[gram for words in texts for gram in ngrams(words, n)] for texts in (one, other)]
     most = min(map(len, sides))
@@ -183,6 +179,6 @@ def distinct(one: list[list[str]], other: list[list[str]], n: int) -> list[float
 
 
 def repetition(texts: list[list[str]]) -> float | None:
-    """The mean share of a text's 4-grams that stand in it before; None where no text has one."""
+    """The mean share of a text's 4-grams that occur in it before; None where no text has four words."""
     shares = [1 - len(set(grams)) / len(grams) for words in texts if (grams := ngrams(words, REPEATED))]
     return float(np.mean(shares)) if shares else None

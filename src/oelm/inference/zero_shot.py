@@ -1,12 +1,12 @@
-"""Zero-shot classification: which verbalised label does a language model find likeliest after a prompt?
+"""Zero-shot classification: which verbalised label is the likeliest after a prompt, for a language model?
 
-A prompt is the template with the text filled in; every class has a verbaliser, the words that would follow
-if it were right. A class's score is the log-likelihood of its verbaliser's tokens given the prompt:
+A prompt is the template with the text filled in; every class has a verbaliser, the words that follow the
+prompt if the class is right. A class's score is the log-likelihood of its verbaliser given the prompt:
 
-    sum          of all its tokens: the likelihood of the words themselves
-    mean         per token, so that longer words are not at a disadvantage
-    calibrated   sum, less that of the same words after the template filled with "N/A": how much more likely
-                 the text makes them (Holtzman et al. 2021; Zhao et al. 2021)
+    sum          over the verbaliser's tokens
+    mean         per token, so that longer verbalisers are not at a disadvantage
+    calibrated   sum, minus the sum after the template filled with "N/A": how much likelier the text makes
+                 the verbaliser (Holtzman et al. 2021; Zhao et al. 2021)
 """
 
 import string
@@ -30,12 +30,12 @@ from oelm.training.evaluate import LOGITS, TOKENS
 
 Array = np.ndarray
 FIELDS = ("text", "text_pair")
-NOTHING = "N/A"  # the text of a prompt that says nothing
+NOTHING = "N/A"  # the text of a prompt without content
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the template, and the words for each class, by the class's name."""
+    """The template, and the verbaliser of each class by the class's name."""
 
     template: str
     labels: dict[str, str]
@@ -45,7 +45,7 @@ class Question:
 
 
 def make_question(template: str, labels: str | None, names: list[str], pairs: bool) -> Question:
-    """A question from the command line's words: `name=words,name=words`; without, " name" for each class."""
+    """A question from command-line arguments. `labels` is `name=words,name=words`; None: " name" each."""
     template = template.replace("\\n", "\n")
     try:
         used = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
@@ -81,7 +81,7 @@ class Items:
 
 
 def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
-    """The rows of a split as texts; with a limit, so many of them, drawn with the seed."""
+    """The texts of a split; with a limit, that many of them, drawn with the seed."""
     dataset = choice.load()
     if dataset.kind != CLASSIFICATION:
         raise UserError(f"--zero-shot needs texts with one label each; {choice.data} is {dataset.kind}")
@@ -111,17 +111,12 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
 
 
 def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
-    """Accuracy and F1 under each score, beside the most frequent class."""
+    """Accuracy and F1 under each score, beside those of the most frequent class."""
     check_language_model(model, "--zero-shot")
     asker = _Asker(tokenizer, question, window)
-    nothing = dict.fromkeys(items.texts[0], NOTHING)
-    rows = [asker.ask(texts) for texts in [nothing, *items.texts]]
+    rows = [asker.ask(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
     sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
-    scores = {
-        "sum": sums[1:],
-        "mean": sums[1:] / counts[1:],
-        "calibrated": sums[1:] - sums[0],
-    }
+    scores = {"sum": sums[1:], "mean": sums[1:] / counts[1:], "calibrated": sums[1:] - sums[0]}
     n = len(items.names)
     majority = np.full_like(items.labels, items.most_frequent)
     return {
@@ -137,11 +132,11 @@ def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, wind
     }
 
 
-Row = list[tuple[list[int], int]]  # for each class all tokens, and how many of them are the prompt's
+Row = list[tuple[list[int], int]]  # for each class its tokens, and how many of them are the prompt's
 
 
 class _Asker:
-    """Prompts with verbalisers as token numbers. Of what is too long the text loses its end."""
+    """Prompts with verbalisers as token ids. The text is cut where they do not fit the model's window."""
 
     def __init__(self, tokenizer: Any, question: Question, window: int) -> None:
         self.encoder, self.question, self.window = Encoder(tokenizer, 1 << 30), question, window
@@ -154,7 +149,7 @@ class _Asker:
             self.cut += 1
         while longest > self.window:
             field = max(texts, key=lambda name: len(texts[name]))
-            # A little shorter than in proportion, so that few rounds are needed.
+            # A little shorter than in proportion, so that few attempts are needed.
             keep = int(len(texts[field]) * self.window / longest * 0.98)
             if not texts[field]:
                 raise UserError(
@@ -170,8 +165,8 @@ class _Asker:
         alone, *whole = self.encoder.ids(
             [prompt, *(prompt + words for words in self.question.labels.values())]
         )
-        # A verbaliser may change how the prompt's last letters are cut into tokens. What counts are all
-        # tokens after those that the prompt has with every verbaliser.
+        # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
+        # with every verbaliser are its own, and all others are scored.
         shared = min(_in_common(alone, ids) for ids in whole)
         start = len(self.before)
         return [([*self.before, *ids], start + shared) for ids in whole]
@@ -187,10 +182,10 @@ def _longest(row: Row) -> int:
 
 @torch.no_grad()
 def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
-    """The log-likelihood of every item's verbalisers, summed, and their numbers of tokens."""
+    """The summed log-likelihoods of every item's verbalisers, and how many tokens they have."""
     shape = (len(rows), len(rows[0]))
     sums, counts = np.zeros(shape), np.zeros(shape)
-    # Verbalisers of one token each share their input, which is then read once.
+    # Verbalisers of one token have the same input, which is computed once.
     wanted: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for i, row in enumerate(rows):
         for j, (ids, start) in enumerate(row):
@@ -215,10 +210,9 @@ def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
 
 
 def _batches(inputs: list[tuple[int, ...]], model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """Inputs of about the same length together, as many as memory holds."""
-    most = min(
-        TOKENS, LOGITS.get(model.device.type, 1 << 26) // int(model.config.get_text_config().vocab_size)
-    )
+    """Batches of inputs of similar length, as many as fit into memory."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    most = min(TOKENS, LOGITS.get(model.device.type, 1 << 26) // vocabulary)
     group: list[tuple[int, ...]] = []
     for ids in inputs:
         if group and (len(group) + 1) * len(ids) > most:

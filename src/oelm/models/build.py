@@ -19,6 +19,7 @@ from oelm.models.families import family_row
 from oelm.models.fit import agree_on_padding, positions_of
 from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.system.private_transformers import has_model_for
 
 _REFERENCE = {
     "AutoModelForSequenceClassification": gpt.OelmGPTForSequenceClassification,
@@ -145,7 +146,7 @@ _TASKS = {
 def _refuse_other_kinds(known: Any, auto_class: str, name: str) -> None:
     """Say of an architecture that it does not do a task. Half of an encoder-decoder is no language model."""
     halved = known.is_encoder_decoder and auto_class == "AutoModelForCausalLM"
-    if halved or type(known) not in getattr(transformers, auto_class)._model_mapping:
+    if halved or not has_model_for(auto_class, known):
         raise UserError(
             f"{name} is a {known.model_type}, and such a model does not {_TASKS[auto_class]}; name one of "
             "another kind with --model"

@@ -1,4 +1,4 @@
-"""Around the reference GPT: the reports' own call, and the way out to a vanilla GPT-2."""
+"""The reference GPT as the reports create it, and its conversion to a plain GPT-2."""
 
 from typing import Any
 
@@ -21,15 +21,6 @@ _REPORTED = {
 }
 
 
-def _method(init_method: str, freeze_qk: bool, method: str | Method | None) -> str | Method:
-    if method is not None:
-        return method
-    kind = {"random": "normal"}.get(init_method, init_method)
-    if (kind, bool(freeze_qk)) not in _REPORTED:
-        raise UserError(f"init_method must be 'orthogonal' or 'normal', not {init_method!r}")
-    return _REPORTED[kind, bool(freeze_qk)]
-
-
 def create_oelm_classifier(
     num_classes: int,
     d_model: int = 512,
@@ -50,6 +41,11 @@ def create_oelm_classifier(
     """
     if num_classes < 1:
         raise UserError(f"num_classes must be at least 1, not {num_classes}")
+    if method is None:
+        kind = "normal" if init_method == "random" else init_method
+        method = _REPORTED.get((kind, bool(freeze_qk)))
+    if method is None:
+        raise UserError(f"init_method must be 'orthogonal' or 'normal', not {init_method!r}")
     fields = {
         "num_labels": num_classes,
         "d_model": d_model,
@@ -60,14 +56,14 @@ def create_oelm_classifier(
         "init_seed": seed,
     }
     model = OelmGPTForSequenceClassification(OelmGPTConfig(**(fields | config)))
-    convert(model, _method(init_method, freeze_qk, method), seed=seed)
+    convert(model, method, seed=seed)
     return model
 
 
 def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
-    """The same language model as a vanilla GPT-2 with equal logits: its attention biases are zero.
+    """The same language model as a plain GPT-2 with equal logits: its attention biases are zero.
 
-    Learned positions only: GPT-2 knows no rotary ones. The copy is an ordinary, trainable model.
+    Positions must be learned: GPT-2 has no rotary ones. The copy is an ordinary, trainable model.
     """
     if not isinstance(model, OelmGPTForCausalLM) or model.config.positions != "learned":
         raise UserError("only a causal reference GPT with learned positions is a GPT-2")
@@ -98,21 +94,16 @@ def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
 
 
 def _gpt2_state(model: OelmGPTForCausalLM) -> dict[str, Tensor]:
-    source = model.state_dict()
-    state = {
-        key: source[key]
-        for key in source
-        if key.startswith(("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"))
-        or ".ln_" in key
-    }
+    names = (("attn.o_proj", "attn.c_proj"), ("mlp.fc_in", "mlp.c_fc"), ("mlp.fc_out", "mlp.c_proj"))
+    state = {}
+    for name, value in model.state_dict().items():
+        for ours, theirs in names:
+            name = name.replace(ours, theirs)
+        # GPT-2 stores the matrices of its layers transposed.
+        state[name] = value.t().contiguous() if ".h." in name and value.dim() == 2 else value
     for i in range(model.config.num_layers):
-        at = f"transformer.h.{i}"
-        qkv = torch.cat([source[f"{at}.attn.{part}_proj.weight"] for part in "qkv"])
-        state[f"{at}.attn.c_attn.weight"] = qkv.t().contiguous()
-        state[f"{at}.attn.c_attn.bias"] = qkv.new_zeros(qkv.shape[0])
-        state[f"{at}.attn.c_proj.weight"] = source[f"{at}.attn.o_proj.weight"].t().contiguous()
-        state[f"{at}.attn.c_proj.bias"] = qkv.new_zeros(model.config.d_model)
-        for ours, theirs in (("fc_in", "c_fc"), ("fc_out", "c_proj")):
-            state[f"{at}.mlp.{theirs}.weight"] = source[f"{at}.mlp.{ours}.weight"].t().contiguous()
-            state[f"{at}.mlp.{theirs}.bias"] = source[f"{at}.mlp.{ours}.bias"]
+        at = f"transformer.h.{i}.attn"
+        qkv = torch.cat([state.pop(f"{at}.{part}_proj.weight") for part in "qkv"], 1)
+        state[f"{at}.c_attn.weight"], state[f"{at}.c_attn.bias"] = qkv, qkv.new_zeros(qkv.shape[1])
+        state[f"{at}.c_proj.bias"] = qkv.new_zeros(model.config.d_model)
     return state

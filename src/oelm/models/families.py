@@ -1,4 +1,4 @@
-"""Where Q, K, V, O and the feed-forward network live in each architecture: a table, and its reader.
+"""Where Q, K, V, O and the feed-forward network are in each architecture: a table, and its reader.
 
 To support another architecture, add a row under its `config.model_type`:
 
@@ -6,27 +6,30 @@ To support another architecture, add a row under its `config.model_type`:
         attentions=(oelm.Attention("encoder.layer.*.attn", q="query", k="key", v="value", o="out"),),
         ffn_in=("encoder.layer.*.up",),
         ffn_out=("encoder.layer.*.down",),
+        embedding_norms=("embeddings.norm",),
     )
 
 `*` stands for the layer's number; paths are relative to the base model. No code needs to change.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from oelm.errors import UserError
-from oelm.method import Method, only_below, select_layers
+from oelm.method import Method, freezes_only_embeddings, select_layers
 from oelm.models.fused import PARTS, SplitQKV, as_linear, part_view
+from oelm.system.private_peft import BASE_LAYER, base_layer
+from oelm.system.private_torch import unwrap
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of every layer of a stack: `at` is the layer, the others are paths below it."""
+    """One attention of every layer of a stack: `at` is its path, the others are paths below that."""
 
     at: str
     q: str = ""
@@ -41,12 +44,20 @@ class Attention:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `score_scale` is what its attention multiplies q.k by; None: read it off the
-    attention module, or 1/sqrt(head_dim) where that has no `scaling`."""
+    """One architecture.
+
+    embedding_norms  norms that belong to the embeddings and not to a layer.
+    positions        "absolute": a text has at most `config.max_position_embeddings` tokens; "after padding":
+                     positions are numbered from the padding token's id on; "relative": there is no limit.
+    score_scale      what its attention multiplies q.k by; None: the `scaling` of the attention module, or
+                     1/sqrt(head_dim) where it has none.
+    """
 
     attentions: tuple[Attention, ...]
     ffn_in: tuple[str, ...]
     ffn_out: tuple[str, ...]
+    embedding_norms: tuple[str, ...] = ()
+    positions: str = "absolute"
     score_scale: float | None = None
 
 
@@ -65,7 +76,9 @@ _BERT = Family(
     ),
     ffn_in=("encoder.layer.*.intermediate.dense",),
     ffn_out=("encoder.layer.*.output.dense",),
+    embedding_norms=("embeddings.LayerNorm",),
 )
+_ROBERTA = replace(_BERT, positions="after padding")
 _LLAMA = Family(
     attentions=(
         Attention(
@@ -80,6 +93,7 @@ _LLAMA = Family(
     ffn_in=("layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"),
     ffn_out=("layers.*.mlp.down_proj",),
 )
+_T5_FFN = ("encoder.block.*.layer.1.DenseReluDense", "decoder.block.*.layer.2.DenseReluDense")
 
 FAMILIES: dict[str, Family] = {
     "oelm-gpt": Family(
@@ -88,20 +102,22 @@ FAMILIES: dict[str, Family] = {
         ffn_out=("h.*.mlp.fc_out",),
     ),
     "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "distilbert": Family(
         attentions=(
             Attention("transformer.layer.*.attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
         ),
         ffn_in=("transformer.layer.*.ffn.lin1",),
         ffn_out=("transformer.layer.*.ffn.lin2",),
+        embedding_norms=("embeddings.LayerNorm",),
     ),
     "modernbert": Family(
         attentions=(Attention("layers.*.attn", qkv="Wqkv", o="Wo"),),
         ffn_in=("layers.*.mlp.Wi",),
         ffn_out=("layers.*.mlp.Wo",),
+        embedding_norms=("embeddings.norm",),
     ),
     "gpt2": Family(
         attentions=(Attention("h.*.attn", qkv="c_attn", o="c_proj"),),
@@ -119,18 +135,9 @@ FAMILIES: dict[str, Family] = {
             Attention("decoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
             Attention("decoder.block.*.layer.1.EncDecAttention", q="q", k="k", v="v", o="o"),
         ),
-        ffn_in=(
-            "encoder.block.*.layer.1.DenseReluDense.wi",
-            "encoder.block.*.layer.1.DenseReluDense.wi_0",
-            "encoder.block.*.layer.1.DenseReluDense.wi_1",
-            "decoder.block.*.layer.2.DenseReluDense.wi",
-            "decoder.block.*.layer.2.DenseReluDense.wi_0",
-            "decoder.block.*.layer.2.DenseReluDense.wi_1",
-        ),
-        ffn_out=(
-            "encoder.block.*.layer.1.DenseReluDense.wo",
-            "decoder.block.*.layer.2.DenseReluDense.wo",
-        ),
+        ffn_in=tuple(f"{ffn}.{name}" for ffn in _T5_FFN for name in ("wi", "wi_0", "wi_1")),
+        ffn_out=tuple(f"{ffn}.wo" for ffn in _T5_FFN),
+        positions="relative",
         score_scale=1.0,
     ),
     "bart": Family(
@@ -141,6 +148,7 @@ FAMILIES: dict[str, Family] = {
         ),
         ffn_in=("encoder.layers.*.fc1", "decoder.layers.*.fc1"),
         ffn_out=("encoder.layers.*.fc2", "decoder.layers.*.fc2"),
+        embedding_norms=("encoder.layernorm_embedding", "decoder.layernorm_embedding"),
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -151,23 +159,23 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass
 class Site:
-    """One projection of one layer, found in a model. A fused matrix that is not split makes three sites."""
+    """One projection in one layer of a model. A fused matrix that is not split has three: q, k and v."""
 
     role: str
     layer: int
     num_layers: int
     path: str  # the module's full name in this model
-    name: str  # its weight's name relative to the base model: what random draws are keyed by
+    name: str  # its weight's name relative to the base model: the key of its random draws
     module: nn.Module
     heads: int = 1
-    part: int | None = None  # of a fused, unsplit matrix
-    split: bool = False  # a part of one that was fused
+    part: int | None = None  # its place in a fused matrix that is not split
+    split: bool = False  # whether it was split off a fused matrix
     layout: str = "concat"
     score_scale: float = 1.0
 
     @property
     def weight(self) -> Tensor:
-        """The weight in `nn.Linear`'s layout, (out, in); for a fused part, a copy-free view or a copy."""
+        """The weight in `nn.Linear`'s layout, (out, in); of a fused matrix its part, perhaps a copy."""
         view = self._view(as_linear(self.module))
         return view.reshape(-1, view.shape[-1])
 
@@ -178,9 +186,9 @@ class Site:
 
     @property
     def attention(self) -> str:
-        """The module that calls this projection: the same for q and k of one attention."""
-        holder = self.path.removesuffix(".base_layer").rpartition(".")[0]
-        return holder.rpartition(".")[0] if self.split else holder
+        """The path of the attention module: the same for q and k of one attention."""
+        parent = self.path.removesuffix(f".{BASE_LAYER}").rpartition(".")[0]
+        return parent.rpartition(".")[0] if self.split else parent
 
     @property
     def head_dim(self) -> int:
@@ -188,8 +196,7 @@ class Site:
 
     @property
     def parameters(self) -> int:
-        weight = self.weight
-        return weight.numel() + (weight.shape[0] if getattr(self.module, "bias", None) is not None else 0)
+        return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
     def write(self, weight: Tensor) -> None:
         view = self._view(as_linear(self.module).data)
@@ -205,9 +212,9 @@ class Site:
 
 
 def family_of(model: nn.Module) -> Family:
-    """The table's row for a model, or an error that says which rows there are and how to add one."""
+    """The table's row for a model."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None or isinstance(model, nn.DataParallel) or "_orig_mod" in model._modules:
+    if model_type is None or unwrap(model) is not model:
         raise UserError(
             f"{type(model).__name__} is not a plain Hugging Face model; "
             "if it is wrapped (DDP, torch.compile, PEFT), convert it before wrapping"
@@ -216,11 +223,11 @@ def family_of(model: nn.Module) -> Family:
 
 
 def family_row(model_type: str) -> Family:
-    """The table's row for a `config.model_type`."""
+    """The table's row for a `config.model_type`, or an error that says which there are and how to add one."""
     if model_type not in FAMILIES:
         raise UserError(
             f"no table row for architecture {model_type!r}; supported: {', '.join(FAMILIES)}. To add one: "
-            f'oelm.FAMILIES["{model_type}"] = oelm.Family(...), as described in oelm/families.py'
+            f'oelm.FAMILIES["{model_type}"] = oelm.Family(...), as described in oelm/models/families.py'
         )
     return FAMILIES[model_type]
 
@@ -228,19 +235,18 @@ def family_row(model_type: str) -> Family:
 def find_sites(model: nn.Module) -> list[Site]:
     """Every projection the table names, in the order of the table."""
     family = family_of(model)
-    modules = {_relative(model, path): (path, module) for path, module in model.named_modules()}
+    modules = {relative_name(model, path): (path, module) for path, module in model.named_modules()}
     sites: list[Site] = []
     for attention in family.attentions:
         sites += _attention_sites(model, family, attention, modules)
     for role, patterns in (("ffn_in", family.ffn_in), ("ffn_out", family.ffn_out)):
         for pattern in patterns:
-            found = _match(pattern, modules)
+            matches = _match(pattern, modules)
             sites += [
-                Site(role, layer, len(found), modules[key][0], f"{key}.weight", modules[key][1])
-                for layer, key in found
+                Site(role, layer, len(matches), modules[key][0], f"{key}.weight", modules[key][1])
+                for layer, key in matches
             ]
-    roles = {site.role for site in sites}
-    if not {"q", "k"} <= roles:
+    if not {"q", "k"} <= {site.role for site in sites}:
         raise UserError(
             f"found no query and key projections in this {type(model).__name__}: its row does not fit"
         )
@@ -256,28 +262,28 @@ def _attention_sites(
     config = model.config
     for role in ("q", "k", "v", "o"):
         fused = attention.qkv and role in PARTS
-        found = _match(f"{attention.at}.{attention.qkv if fused else getattr(attention, role)}", modules)
-        if not found:
+        matches = _match(f"{attention.at}.{attention.qkv if fused else getattr(attention, role)}", modules)
+        if not matches:
             continue
         heads = getattr(config, attention.heads)
         if role in ("k", "v") and attention.kv_heads:
             heads = getattr(config, attention.kv_heads) or heads
             if fused and heads != getattr(config, attention.heads):
                 raise UserError(
-                    f"{found[0][1]} fuses queries with fewer key heads, which the table cannot describe"
+                    f"{matches[0][1]} fuses queries with fewer key heads, which the table cannot describe"
                 )
-        for layer, key in found:
+        for layer, key in matches:
             projection, module = modules[key]
             path, name, part, split = projection, f"{key}.weight", None, False
-            if isinstance(base := getattr(module, "base_layer", None), nn.Module):  # in an adapter: lora.py
-                path, module = f"{path}.base_layer", base
+            if (base := base_layer(module)) is not None:
+                path, module = f"{path}.{BASE_LAYER}", base
             if fused:
                 name = f"{key}.{role}.weight"
                 if split := isinstance(module, SplitQKV):
                     path, module = f"{path}.{role}", getattr(module, role)
                 else:
                     part = PARTS.index(role)
-            site = Site(role, layer, len(found), path, name, module, heads, part, split, attention.layout)
+            site = Site(role, layer, len(matches), path, name, module, heads, part, split, attention.layout)
             if role in ("q", "k"):
                 site.score_scale = _score_scale(model, family, projection, site)
             yield site
@@ -290,19 +296,18 @@ def _score_scale(model: nn.Module, family: Family, projection: str, site: Site) 
     return float(scaling) if isinstance(scaling, int | float) else site.head_dim**-0.5
 
 
-def _relative(model: nn.Module, path: str) -> str:
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    return path.removeprefix(prefix)
+def relative_name(model: nn.Module, path: str) -> str:
+    """A name without the base model's: the same whatever task's head the model has."""
+    return path.removeprefix(getattr(model, "base_model_prefix", "") + ".")
 
 
 def _match(pattern: str, modules: dict[str, tuple[str, nn.Module]]) -> list[tuple[int, str]]:
     regex = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-    found = ((regex.fullmatch(key), key) for key in modules)
-    return sorted((int(match[1]), key) for match, key in found if match)
+    return sorted((int(match[1]), key) for key in modules if (match := regex.fullmatch(key)))
 
 
 def whole_model_roles(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
-    """Embeddings and norms by their paths, told by their class wherever they stand."""
+    """The embeddings and norms of a model, recognised by their classes, by their paths."""
     modules = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
     return {
         "embeddings": {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)},
@@ -322,36 +327,44 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
         if method.freeze.get(role) == "all":
             frozen += modules.values()
         elif role in method.freeze:
-            frozen += _selected(modules, method.freeze[role])
+            frozen += _norms_of_layers(model, modules, method.freeze[role])
     # A tied parameter has several names; `named_parameters` reports it under the first.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)] for module in frozen for p in module.parameters(recurse=False)}
 
 
-def _selected(modules: dict[str, nn.Module], layers: str) -> list[nn.Module]:
-    """The modules of these layers. A layer is the first number in a path, counted in each stack by itself;
-    what has none goes with the first layer where it belongs to the embeddings, and trains otherwise."""
-    found = {path: re.search(r"(.*?\.)(\d+)\.", path) for path in modules}
-    depths: dict[str, int] = {}
-    for match in found.values():
-        if match:
-            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    chosen = {stack: select_layers(layers, depth) for stack, depth in depths.items()}
-    below = any(0 in chosen[stack] or only_below(layers, depth) for stack, depth in depths.items())
+def _norms_of_layers(model: nn.Module, norms: dict[str, nn.Module], selection: str) -> list[nn.Module]:
+    """The norms of the selected layers of each stack. Those of the embeddings go with the first layer, or
+    with ":-n" in a stack of n layers; others outside the layers are never selected."""
+    layers = layers_of(model, norms)
+    selected = {count: select_layers(selection, count) for _, count in layers.values()}
+    embeddings = any(0 in numbers or freezes_only_embeddings(selection, n) for n, numbers in selected.items())
+    embedding_norms = family_of(model).embedding_norms if embeddings else ()
     return [
-        module
-        for path, module in modules.items()
-        if ((match := found[path]) and int(match[2]) in chosen[match[1]])
-        or (not match and "embed" in path and below)
+        norm
+        for path, norm in norms.items()
+        if (path in layers and layers[path][0] in selected[layers[path][1]])
+        or relative_name(model, path) in embedding_norms
     ]
+
+
+def layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """(layer, number of layers in its stack) of those modules or parameters that are in a layer, by name."""
+    stacks = {attention.at.partition(".*")[0] for attention in family_of(model).attentions}
+    layer = re.compile(rf"({'|'.join(map(re.escape, stacks))})\.(\d+)\.")
+    places = {name: match for name in names if (match := layer.match(relative_name(model, name)))}
+    depths: dict[str, int] = {}
+    for match in places.values():
+        depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
+    return {name: (int(match[2]), depths[match[1]]) for name, match in places.items()}
 
 
 def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:
     """What each head's unit-scale block of q or k is multiplied by, (heads,).
 
-    "own" is the spectral norm of the head's block in `blocks`, so that a head keeps the scale it had. For
-    the family's gain the queries carry all of it, as T5's own start does, so that a method that sets only
-    one of the two still gives scores of standard deviation 1.
+    "own" is the spectral norm of the head's block in `blocks`, so that a head keeps its scale. With "family"
+    the queries carry all of the gain, as T5 itself starts them, so that a method that sets only one of the
+    two still gives scores of standard deviation 1.
     """
     if method.gain == "own":
         return np.linalg.norm(blocks, ord=2, axis=(1, 2))

@@ -4,16 +4,15 @@ from typing import Any
 
 from oelm.data.tokenizer import Encoder, pad_id
 from oelm.errors import UserError
-
-COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
+from oelm.models.families import FAMILIES
 
 
 def agree_on_padding(model: Any, tokenizer: Any) -> None:
     """Tell a classifier that reads a text's last token which token is padding, or refuse the tokenizer.
 
-    GPT-2, Llama and their like find the last that is not `config.pad_token_id`; with another id there they
-    would read the padding. T5 and BART find the last `config.eos_token_id`. All others know padding by its
-    mask, and keep their config: RoBERTa counts positions from that id.
+    GPT-2, Llama and similar models read the last token that is not `config.pad_token_id`; with another id
+    there they would read the padding. T5 and BART read the last `config.eos_token_id`. All others recognise
+    padding by its mask and keep their config: RoBERTa counts positions from that id.
     """
     if "SequenceClassification" not in type(model).__name__:
         return
@@ -35,16 +34,15 @@ def agree_on_padding(model: Any, tokenizer: Any) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """How long a text may be; None where positions are relative and there is no end."""
+    """The most tokens that a text may have; None where positions are relative and there is no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not positions or config.model_type == "t5":
+    kind = FAMILIES[config.model_type].positions if config.model_type in FAMILIES else "absolute"
+    if not positions or kind == "relative":
         return None
-    if config.model_type in COUNT_FROM_PADDING:
-        positions -= config.pad_token_id + 1  # they count positions from behind the padding's
-    return int(positions)
+    return int(positions - (config.pad_token_id + 1 if kind == "after padding" else 0))
 
 
 def takes_segments(model: Any) -> bool:
-    """Whether the second text of a pair may be marked. A table of one segment has no row for it, and GPT-2,
-    which has no table, would look its mark up among the words."""
+    """Whether the second text of a pair may be marked by `token_type_ids`. A segment embedding of one row has
+    no row for it, and GPT-2, which has none, would look the mark up among its tokens."""
     return int(getattr(model.config, "type_vocab_size", 0) or 0) > 1

@@ -1,4 +1,4 @@
-"""A model's folder: weights, tokenizer and a card that says what it is. There whole or not at all."""
+"""A model's folder: weights, tokenizer and model card, written completely or not at all."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from oelm.system.files import delete, folder_beside, sync_files, sync_folder
 def write_model(
     folder: Path, model: PreTrainedModel, tokenizer: Any, card: str, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Write a checkpoint of the model's own family; one that is there already is replaced in one step."""
-    disable_progress_bar()  # transformers' own; ours shows what matters
+    """Write an ordinary checkpoint; one that is there already is replaced in one step."""
+    disable_progress_bar()  # transformers' own
     with folder_beside(folder) as beside:
         model.save_pretrained(beside, state_dict=weights)
         tokenizer.save_pretrained(beside)
@@ -29,7 +29,7 @@ def write_model(
 
 
 def check_new_folder(folder: Path) -> None:
-    """Refuse a place where something is already, before any work is done."""
+    """Refuse a folder that is not empty, before any work is done."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
@@ -39,7 +39,7 @@ def check_new_folder(folder: Path) -> None:
 def model_card(
     title: str, model: PreTrainedModel, report: ConversionReport, base_model: str, body: list[str]
 ) -> str:
-    """What anyone who finds the model should know: `body` between how it was made and how to load it."""
+    """The model card: how the model was made, `body`, and how to load it."""
     rows = "\n".join(
         f"| {row.role} | {row.parameters:,} | {row.start} | {row.gain} | {row.frozen} |"
         for row in report.rows
@@ -55,7 +55,7 @@ def model_card(
 
 
 def short_name(model: str) -> str:
-    """A hub id as it is, a folder by its own name: where it lies is nobody's business."""
+    """A hub id as it is, a folder by its name without the path, which would not help others."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
@@ -65,8 +65,9 @@ def _loading(model: PreTrainedModel) -> str:
         code = f"import oelm\n\nmodel = oelm.{name}.from_pretrained(path)  # frozen as it was"
         return f"## Load it\n\nThe reference GPT needs this package.\n\n```python\n{code}\n```"
     return (
-        "## Load it\n\nAn ordinary checkpoint of its family. Plain transformers loads it, everything "
-        "trainable; OELM Transformers\nbrings it back frozen and checks the frozen weights, bit for bit.\n\n"
+        "## Load it\n\nAn ordinary checkpoint of its family. Plain transformers loads it with everything "
+        "trainable; OELM Transformers\nrestores the frozen state and checks the frozen weights, bit for "
+        "bit.\n\n"
         f"```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained(path)\n\n"
         "import oelm\n\nmodel = oelm.load(path)  # or oelm.refreeze(model) after the plain load\n```"
     )

@@ -1,9 +1,9 @@
 """Fused Q/K/V: three parameters, one product.
 
-Some architectures store query, key and value as one matrix. A part of a parameter cannot be frozen:
-masking its gradient leaves AdamW's weight decay shrinking it. And splitting the *product* to freeze
-a part costs more time than freezing saves. So the parameters are split and the product is not: one
-matrix multiplication forward; backward, a weight gradient for the parts that train and no others.
+Some architectures store query, key and value as one matrix. A part of a parameter cannot be frozen: with its
+gradient masked, AdamW's weight decay would still shrink it. Three products instead of one would cost more
+time than freezing saves. So the parameters are split and the product is not: one matrix multiplication
+forward; backward, a weight gradient for the trainable parts and no others.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
+
+from oelm.system.private_torch import version_of
 
 PARTS = ("q", "k", "v")
 
@@ -43,15 +45,15 @@ def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward forms weight gradients for the trained parts only. The first
-    `constant` parts, in the layout "concat", are constants for it."""
+    """x @ weight.T + bias, whose backward computes weight gradients for the trainable parts only. No gradient
+    flows through the first `constant` parts (layout "concat" only)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, int], *trained: Any
     ) -> Tensor:
-        # `trained` holds (weight, bias) of every part in turn, None where a part does not train: the
-        # values are in `weight` already, they are passed so that autograd returns gradients to them.
+        # `trained` holds weight and bias of every part, None where frozen. Their values are in `weight`
+        # already; they are passed so that autograd gives them their gradients.
         ctx.save_for_backward(x, weight)
         ctx.pick = pick
         return F.linear(x, weight, bias)
@@ -82,8 +84,8 @@ class _PackedProduct(torch.autograd.Function):
 
 
 class _SplitProduct(torch.autograd.Function):
-    """The same without a bias, and with an output for each part, so that nothing has to be cut out of a
-    joint gradient again. The first `constant` outputs are constants for the backward pass."""
+    """The same without a bias and with one output per part, so that the gradients need not be split. No
+    gradient flows through the first `constant` outputs."""
 
     @staticmethod
     def forward(
@@ -99,30 +101,29 @@ class _SplitProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         count, first = len(grads), ctx.constant
         flat_x = x.flatten(0, -2)
-        # From here on only what was put together is used, so that the gradients themselves can go.
+        # Only the concatenation is used below, so that the memory of the parts can be freed.
         flowing = [grad.flatten(0, -2) for grad in grads[first:]]
         together = torch.cat(flowing, -1) if len(flowing) > 1 else flowing[0]
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (together @ weight[first * len(weight) // count :]).view_as(x)
-        found: list[Tensor | None] = [None] * count
+        grad_weights: list[Tensor | None] = [None] * count
         wanted = ctx.needs_input_grad[3 + first :]
         if all(wanted):
-            found[first:] = (together.t() @ flat_x).chunk(len(wanted))
+            grad_weights[first:] = (together.t() @ flat_x).chunk(len(wanted))
         else:
             parts = together.chunk(len(wanted), -1)
-            found[first:] = [
+            grad_weights[first:] = [
                 grad.t() @ flat_x if want else None for grad, want in zip(parts, wanted, strict=True)
             ]
-        return (grad_x, None, None, *found)
+        return (grad_x, None, None, *grad_weights)
 
 
 class FusedWeights:
-    """The fused weight and bias, kept from token to token while a text is generated.
+    """A cache of the fused weight and bias while a text is generated, token by token.
 
-    Without this, the matrices would be put together again for every token. They are kept for calls of one
-    position without gradients only, and forgotten at any other call: an optimizer or FSDP may change a
-    parameter without a trace in its version, but not between two such calls.
+    It serves calls of one position without gradients only, and any other call empties it: an optimizer or
+    FSDP may change a parameter without changing its version, but not between two such calls.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class FusedWeights:
 
     def get(self, parts: Sequence[nn.Linear], heads: int, layout: str) -> tuple[Tensor, Tensor | None]:
         tensors = [t for part in parts for t in (part.weight, part.bias) if t is not None]
-        key = [(t.data_ptr(), t._version, t.dtype) for t in tensors]
+        key = [(t.data_ptr(), version_of(t), t.dtype) for t in tensors]
         if self.value is None or key != self.key:
             biases = [part.bias for part in parts]
             bias = None if biases[0] is None else fuse(biases, heads, layout)
@@ -153,8 +154,8 @@ def packed_linear(
 ) -> Tensor:
     """The outputs of the q, k and v projections (or of k and v) in one fused tensor, by one matrix product.
 
-    `joint` is their weights in one, where that lies ready. Nothing flows back through the first `constant`
-    outputs, in the layout "concat".
+    `joint` is their fused weight, if it exists already. No gradient flows through the first `constant`
+    outputs (layout "concat" only).
     """
     if kept is not None and not torch.compiler.is_compiling():
         if _is_next_token(x):
@@ -183,10 +184,10 @@ def split_linear(
     joint: Tensor | None = None,
     constant: int = 0,
 ) -> tuple[Tensor, ...]:
-    """The outputs of projections without bias of one input, by one matrix product.
+    """The outputs of several projections of one input, all without bias, by one matrix product.
 
-    `joint` is their weights one below the other, where that lies ready. Nothing flows back through the first
-    `constant` outputs.
+    `joint` is their concatenated weight, if it exists already. No gradient flows through the first `constant`
+    outputs.
     """
     if kept is not None and not torch.compiler.is_compiling():
         if _is_next_token(x):
@@ -195,7 +196,7 @@ def split_linear(
     weights = [part.weight for part in parts]
     alike = all(w.requires_grad for w in weights) or not any(w.requires_grad for w in weights)
     if alike and joint is None and not constant and not torch.compiler.is_compiling():
-        return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # nothing to leave out
+        return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # all gradients are needed, or none
     with torch.no_grad():
         weight = torch.cat(weights) if joint is None else joint
     x, weight, _ = as_autocast(x, weight, None)
@@ -210,7 +211,7 @@ def _is_next_token(x: Tensor) -> bool:
 
 
 def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors as autocast would make them: it does not reach inside a custom function's backward."""
+    """The arguments cast as autocast would: it does not act inside a custom function's backward."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight, bias
@@ -219,8 +220,8 @@ def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 class SplitQKV(nn.Module):
-    """Stands where a fused projection stood: same outputs, same state dict, but q, k and v are parameters
-    of their own (`q.weight`, `k.weight`, ...), so that each trains or is frozen by itself."""
+    """Replaces a fused projection: same outputs, same state dict, but q, k and v are parameters of their own
+    (`q.weight`, `k.weight`, ...), so that each can be frozen by itself."""
 
     def __init__(self, fused: nn.Linear | Conv1D, heads: int, layout: str) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class SplitQKV(nn.Module):
     def parts(self) -> list[nn.Linear]:
         return [getattr(self, name) for name in PARTS]
 
-    # What others expect of the module that stood here, as torch.distributed.checkpoint does; to be read only.
+    # Read by code that knows the fused module, such as torch.distributed.checkpoint.
     @property
     def weight(self) -> Tensor:
         weight = fuse([part.weight for part in self.parts], self.heads, self.layout)

@@ -26,12 +26,11 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Cache,
+    DynamicCache,
     GenerationMixin,
     PreTrainedModel,
-    initialization,
 )
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -48,6 +47,7 @@ from oelm.models.gpt_config import OelmGPTConfig
 from oelm.models.lm_loss import causal_lm_loss, shifted
 from oelm.models.pretrained import check_files
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
+from oelm.system.private_transformers import is_default_causal_lm_loss, is_loaded
 
 
 class OelmGPTPreTrainedModel(PreTrainedModel):
@@ -62,13 +62,14 @@ class OelmGPTPreTrainedModel(PreTrainedModel):
         path = next((name for name, other in self.named_modules() if other is module), "")
         path = path.removeprefix(self.base_model_prefix + ".")
         for suffix, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{suffix}"
+            if is_loaded(parameter):
+                continue
             if isinstance(module, nn.LayerNorm):
-                initialization.constant_(parameter, 1.0 if suffix == "weight" else 0.0)
+                parameter.fill_(1.0 if suffix == "weight" else 0.0)
             elif suffix == "bias":
-                initialization.zeros_(parameter)
-            elif not getattr(parameter, "_is_hf_initialized", False):
-                initialization.copy_(parameter, self._start(name, parameter.shape))
+                parameter.zero_()
+            else:
+                parameter.copy_(self._start(f"{path}.{suffix}", parameter.shape))
 
     def _start(self, name: str, shape: torch.Size) -> Tensor:
         seed = self.config.init_seed
@@ -214,7 +215,7 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state[:, keep, :]
         targets = shifted(labels) if labels is not None and shift_labels is None else shift_labels
         # Another head (an adapter's, a sharded one) or a loss of the user's own must be called, not imitated.
-        ours = type(self.lm_head) is nn.Linear and self.loss_function is ForCausalLMLoss
+        ours = type(self.lm_head) is nn.Linear and is_default_causal_lm_loss(self.loss_function)
         if skip_logits is None:
             skip_logits = self.training and targets is not None and ours
         logits, loss = None, None

@@ -1,7 +1,7 @@
-"""LoRA as a reference arm: low-rank adapters beside q and v, by PEFT, in a model that keeps its class.
+"""LoRA, to compare with: low-rank adapters beside q and v, by PEFT, in a model that keeps its class.
 
-What trains is the adapters and the task's head. The state dict is the vanilla one with the adapters merged,
-so that whatever saves the model saves an ordinary checkpoint.
+What trains is the adapters and the task's head. The state dict is that of the plain model with the adapters
+merged, so that whatever saves the model saves an ordinary checkpoint.
 """
 
 import importlib.util
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from oelm.errors import UserError
 from oelm.models.families import find_sites
 from oelm.models.gpt_config import OelmGPTConfig
+from oelm.system.private_peft import BASE_LAYER, base_layer, has_lora, is_adapter, plain_name, weight_change
 
 ADAPTED = ("q", "v")
-NAME = "default"  # PEFT's, for the one adapter there is
 
 
 def check_lora(model: nn.Module) -> None:
-    """Refuse, before the model is touched, where adapters cannot be had."""
+    """Refuse, before the model is touched, where adapters cannot be added."""
     if importlib.util.find_spec("peft") is None:
         raise UserError("method lora needs PEFT, which is not installed: pip install peft")
     if model.config.model_type == OelmGPTConfig.model_type:  # type: ignore[union-attr]
@@ -29,7 +29,7 @@ def check_lora(model: nn.Module) -> None:
 
 
 def add_lora(model: nn.Module, rank: int, seed: int) -> None:
-    """Put adapters of this rank, scaled by 2, beside every q and v. They change no output yet: B is zero."""
+    """Add adapters of this rank, scaled by 2, to every q and v. They change no output yet: B is zero."""
     from peft import LoraConfig, inject_adapter_in_model
 
     sites = [site for site in find_sites(model) if site.role in ADAPTED]
@@ -44,7 +44,7 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():  # PEFT freezes all else: the method decides that
+    for name, parameter in model.named_parameters():  # undo PEFT's freezing: the method decides
         parameter.requires_grad_(trains.get(plain_name(name), True))
     for layer in adapted_layers(model).values():
         layer.register_state_dict_post_hook(_save_merged)
@@ -52,30 +52,26 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The projections with an adapter, by their paths."""
-    return {path: m for path, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")}
+    return {path: module for path, module in model.named_modules() if has_lora(module)}
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if ".lora_" in name]
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def merged(layer: Any) -> nn.Module:
-    """The projection itself, with what its adapter learned."""
+    """The adapted projection, with its adapter added to its weight."""
+    projection: Any = base_layer(layer)
     with torch.no_grad():
-        layer.base_layer.weight += layer.get_delta_weight(NAME)
-    return layer.base_layer
+        projection.weight += weight_change(layer)
+    return projection
 
 
 def _save_merged(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         value = state.pop(key)
-        kind = key.removeprefix(f"{prefix}base_layer.")
+        kind = key.removeprefix(f"{prefix}{BASE_LAYER}.")
         if kind == "weight":
-            value = value.detach() + layer.get_delta_weight(NAME).detach()
+            value = value.detach() + weight_change(layer).detach()
         if kind in ("weight", "bias"):
             state[prefix + kind] = value

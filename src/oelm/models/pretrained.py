@@ -1,7 +1,7 @@
 """Load a checkpoint from a folder or the hub, and refuse one that is not what its config says.
 
-Only safetensors are read, and no code that comes with a checkpoint is run. transformers fills what a file
-lacks with random numbers and drops what it has too much; here both are errors, but for a new task's head.
+Only safetensors are read, and no code that comes with a checkpoint is run. transformers fills missing tensors
+with random numbers and drops superfluous ones; here both are errors, except in the head of a new task.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
 from oelm.models.weights import check_weights, quantised
 from oelm.system.files import is_out_of_memory
+from oelm.system.private_transformers import initialize_again
 
 HUB_ARGUMENTS = (
     "subfolder",
@@ -31,7 +32,7 @@ HUB_ARGUMENTS = (
     "force_download",
     "proxies",
 )
-# Whatever else a caller wants. Sizes that do not match are told here, by name.
+# Arguments of every `from_pretrained`. Tensors of the wrong shape are reported here, by name.
 ALWAYS = {
     "use_safetensors": True,
     "trust_remote_code": False,
@@ -42,7 +43,7 @@ LAYER = re.compile(r"\.\d+\.")
 
 
 def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `from_pretrained`'s arguments that say where a checkpoint is."""
+    """The arguments of `from_pretrained` that say where a checkpoint is."""
     return {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
 
 
@@ -52,7 +53,7 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
 
     path = str(name)
     if not Path(path).is_dir() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise UserError(f"{name}: there is no such folder")  # and no such name on the hub can be: not asked
+        raise UserError(f"{name}: there is no such folder")  # nor can it be a name on the hub
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the hub and the network fail in many ways
@@ -69,7 +70,7 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
 
 
 def check_checkpoint(name: str) -> None:
-    """Refuse, before anything is prepared for it, a checkpoint that cannot be read or converted."""
+    """Refuse a checkpoint that cannot be read or converted, before anything is prepared for it."""
     family_row(load_config(name).model_type)
     check_files(name)
 
@@ -96,11 +97,8 @@ def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
 def load_checkpoint(
     cls: Any, name: str, *, new_head: bool, **kwargs: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """A model of this class, or of this Auto class, with a checkpoint's weights.
-
-    Also returned: the names of what is not from the checkpoint. Only with `new_head` may there be any, and
-    then it is the task's head alone.
-    """
+    """A model of this class, or of this Auto class, with a checkpoint's weights, and the names of the
+    parameters that are not from the checkpoint: the task's head with `new_head`, else none."""
     check_files(name, **kwargs)
     with _quiet():
         try:
@@ -109,30 +107,30 @@ def load_checkpoint(
             if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
             raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
-    shapes = {key: (tuple(found), tuple(wanted)) for key, found, wanted in info["mismatched_keys"]}
+    shapes = {key: (tuple(saved), tuple(wanted)) for key, saved, wanted in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(shapes)
     heads = _heads(model, missing, shapes if "num_labels" in kwargs else ()) if new_head else set()
-    for key, (found, wanted) in sorted(shapes.items()):
+    for key, (saved, wanted) in sorted(shapes.items()):
         if key not in heads:
-            raise _mismatch(name, f"{key} has the shape {found}, but its config says {wanted}")
+            raise _mismatch(name, f"{key} has the shape {saved}, but its config says {wanted}")
     if lost := sorted(missing - heads):
-        raise _mismatch(name, f"{_count(lost, 'tensor')} of {type(model).__name__} not there: {lost[0]}")
-    if spare := _spare(model, info["unexpected_keys"], every=not new_head):
-        raise _mismatch(name, f"{_count(spare, 'tensor')} its config has no place for: {spare[0]}")
+        raise _mismatch(name, f"{_tensors(lost)} of {type(model).__name__} not there: {lost[0]}")
+    if extra := _unexpected(model, info["unexpected_keys"], every=not new_head):
+        raise _mismatch(name, f"{_tensors(extra)} its config has no place for: {extra[0]}")
     return model, heads
 
 
 def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[str]) -> set[str]:
-    """Those of the tensors that are not from the checkpoint which may start anew: a head's.
+    """The parameters of the task's head among those `missing` or of another shape in the checkpoint.
 
-    A head lies beside the base model; where the base model has no name of its own, as in some T5s, it is a
-    part of which nothing was saved. A pooler is inside the base model, and some tasks save none.
+    A head is outside the base model; where the base model has no prefix, as in some T5s, it is a part of
+    which nothing was saved. A pooler is inside the base model, but some tasks do not save it.
     """
     prefix = f"{model.base_model_prefix}."
     names = [name for name, _ in model.named_parameters()]
     saved = {name.partition(".")[0] for name in names if name not in missing}
     embedding = model.get_input_embeddings().weight
-    found = {
+    new = {
         name
         for name in missing
         if (
@@ -141,36 +139,27 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
             else name.partition(".")[0] not in saved and model.get_parameter(name) is not embedding
         )
     }
-    return found | {name for name in shapes if not name.startswith(prefix) and not LAYER.search(name)}
+    return new | {name for name in shapes if not name.startswith(prefix) and not LAYER.search(name)}
 
 
 @torch.no_grad()
 def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
-    """Start anew the last matrix of a task's head, as transformers starts one that a checkpoint lacks.
+    """Initialise the last layer of the task's head again and return the names of its parameters.
 
-    The names of its tensors; nothing is done where they are among the `new` ones already.
+    Nothing is done, and nothing returned, if they are among the `new` ones already.
     """
     prefix = f"{model.base_model_prefix}."
     path = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
     ][-1]
-    head = model.get_submodule(path)
-    names = {f"{path}.{name}" for name, _ in head.named_parameters()}
-    if names <= set(new):
-        return set()
-    for name, parameter in model.named_parameters():
-        parameter._is_hf_initialized = name not in names  # type: ignore[attr-defined]
-    model._init_weights(head)
-    while path:  # some families start a head from the module that holds it
-        path = path.rpartition(".")[0]
-        model._init_weights(model.get_submodule(path))
-    return names
+    names = {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()}
+    return set() if names <= set(new) else initialize_again(model, path)
 
 
-def _spare(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
-    """What a checkpoint has too much: `every` tensor without a place, or only layers beyond the config's.
+def _unexpected(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
+    """The tensors a checkpoint should not have: all `unexpected` ones, or only layers beyond the config's.
 
-    Another task's head, and buffers that older versions saved, are left behind by every fine-tuning.
+    Fine-tuning drops another task's head, and buffers that older versions saved never matter.
     """
     buffers = (".position_ids", ".attn.bias", ".masked_bias", ".inv_freq")
     if every:
@@ -191,18 +180,18 @@ def _mismatch(name: str, what: str) -> UserError:
     return UserError(f"{name} does not match its config: {what}")
 
 
-def _count(names: list[str], what: str) -> str:
-    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
 
 
 def _one_line(error: BaseException) -> str:
-    """An error's first line: what libraries add below it is for their own users."""
+    """An error's first line: what libraries add below it does not fit our users."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own report on loading, and its progress bar: what matters is said here."""
+    """Without transformers' own report on loading and its progress bar."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

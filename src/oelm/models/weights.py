@@ -1,7 +1,7 @@
 """Which files a checkpoint's weights may come from: safetensors in its own folder, and nothing else.
 
-transformers unpickles a shard that an index names without the ending .safetensors, and loads an adapter that
-lies beside a model, from a pickle too. So everything a checkpoint names is checked before it is loaded.
+transformers unpickles a shard whose name in the index does not end in .safetensors, and loads an adapter from
+the same folder, even a pickled one. So everything a checkpoint names is checked before it is loaded.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from oelm.errors import UserError
+from oelm.system.private_transformers import hub_file
 
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -20,15 +21,13 @@ PLAIN = re.compile(r"[^/\\\x00]+\.safetensors")
 
 
 def check_weights(name: str, hub: Mapping[str, Any], weights: Any = None) -> None:
-    """Refuse a checkpoint of which anything but its own safetensors would be read.
+    """Refuse a checkpoint if loading it would read anything but its own safetensors.
 
     `hub` says where it is; `weights` is the file that its config names, if it names one.
     """
     if Path(name).is_file():
         raise UserError(f"{name} is a file: name the folder of a model")
-    if weights is not None and not (
-        isinstance(weights, str) and _is_plain(weights.removesuffix(".index.json"))
-    ):
+    if weights is not None and not _is_plain(weights, ".index.json"):
         raise UserError(
             f"{name}: config.json names the weights {weights!r}, which are no safetensors of its own"
         )
@@ -45,8 +44,9 @@ def quantised(name: str, why: str) -> UserError:
     return UserError(f"{name} is quantised ({why}): use the full-precision model, and quantise it afterwards")
 
 
-def _is_plain(file: str) -> bool:
-    return PLAIN.fullmatch(file) is not None
+def _is_plain(file: Any, ending: str = "") -> bool:
+    """Whether this is the name of a safetensors file in the checkpoint's own folder."""
+    return isinstance(file, str) and PLAIN.fullmatch(file.removesuffix(ending)) is not None
 
 
 def _folder(name: str, hub: Mapping[str, Any]) -> Path:
@@ -54,34 +54,25 @@ def _folder(name: str, hub: Mapping[str, Any]) -> Path:
 
 
 def _files(name: str, file: str, hub: Mapping[str, Any]) -> Iterator[Path]:
-    """The file of that name, where the checkpoint has it; of a folder, also the indices of its variants."""
+    """The file of that name, if the checkpoint has it; in a folder, also the indices of its variants."""
     if Path(name).is_dir():
         pattern = f"{file.removesuffix('.json')}*.json" if file.endswith(".index.json") else file
         yield from sorted(_folder(name, hub).glob(pattern))
-        return
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        name, file, **hub,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
-    if found is not None:
-        yield Path(found)
+    elif (path := hub_file(name, file, hub)) is not None:
+        yield path
 
 
 def _check_index(name: str, path: Path) -> None:
     try:
-        named = (
-            json.loads(path.read_text(encoding="utf-8"))["weight_map"].values() if path.is_file() else None
-        )
+        if not path.is_file():
+            raise OSError
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        named = None
-    if named is None:
-        raise UserError(f"{name}: {path.name} is not the index of a checkpoint; save the model again")
-    for file in named:
-        if not (isinstance(file, str) and _is_plain(file)):
+        raise UserError(
+            f"{name}: {path.name} is not the index of a checkpoint; save the model again"
+        ) from None
+    for file in files:
+        if not _is_plain(file):
             raise UserError(
                 f"{name}: {path.name} names {file!r}, which is not a safetensors file of that folder: "
                 "nothing else is read, since a pickle can run code"
@@ -100,7 +91,7 @@ def _refuse_pickles(folder: Path, name: str) -> None:
 
 
 def _refuse_integers(folder: Path, name: str) -> None:
-    """Matrices of integers are not weights, whatever a config forgets to say. Buffers may be integers."""
+    """Refuse integer weights, even where the config mentions no quantisation. Buffers may be integers."""
     for path in sorted(folder.glob("*.safetensors")):
         if not path.is_file():
             raise UserError(f"{path} is not a file; save the model again")
@@ -108,7 +99,7 @@ def _refuse_integers(folder: Path, name: str) -> None:
             with safe_open(path, framework="pt") as file:
                 kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
-            return  # loading it says what is wrong
+            return  # loading it will say what is wrong
         for key, kind in kinds.items():
             if key.endswith(".weight") and not kind.startswith(("F", "BF")):
                 raise quantised(name, f"{key} is stored as {kind}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.data.tasks.objective import pinned
+from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
 
 try:
     from oelm.speed.kernels import adamw_triton
@@ -41,24 +42,14 @@ def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
     )
 
 
-def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    """0, or 1 from the first step on whose gradients are not finite: that step and all later ones change
-    nothing, and `fused` optimizers look here."""
-    if not hasattr(optimizer, "found_inf"):
-        device = optimizer.param_groups[0]["params"][0].device
-        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-    return optimizer.found_inf  # type: ignore[attr-defined]
-
-
 def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
     every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
     not finite, this step and all later ones change nothing: see `fault_of`."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    # What clip_grad_norm_ multiplies by. Fused optimizers look here for what a GradScaler would tell them.
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    # As clip_grad_norm_ does it.
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-    optimizer.grad_scale = (1 / coefficient).to(torch.float32)  # type: ignore[attr-defined]
+    divide_gradients_in_step(optimizer, (1 / coefficient).to(torch.float32))
     fault_of(optimizer).logical_or_(~norm.isfinite())
     return norm
 
@@ -135,7 +126,7 @@ class RecordableAdamW(torch.optim.AdamW):
                 weight.grad = self._place(n)
                 placed.append(weight.grad)
         if placed:
-            torch._foreach_copy_(placed, strays)
+            copy_all_(placed, strays)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,8 +208,7 @@ def coast(
     nothing = weight.new_zeros(min(CHUNK, weight.numel()))
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
         for count, rate in zip(counts, rates, strict=True):
-            torch._fused_adamw_(
-                [w], [nothing[: len(w)]], [m], [v], [], [count],
-                lr=rate, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=eps,
-                amsgrad=False, maximize=False,
+            fused_adamw_(
+                w, nothing[: len(w)], m, v, count,
+                lr=rate, betas=(beta1, beta2), weight_decay=group["weight_decay"], eps=eps,
             )  # fmt: skip

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from oelm.models.gpt_block import SelfAttention
 from oelm.speed.forward import FastForward
+from oelm.system.private_torch import add_all_, copy_all_, version_of
 
 
 class Bf16Copies:
@@ -59,24 +60,24 @@ class Bf16Copies:
     @torch.no_grad()
     def _copy(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
         if pairs:
-            torch._foreach_copy_([copy for _, copy in pairs], [own for own, _ in pairs])
+            copy_all_([copy for _, copy in pairs], [own for own, _ in pairs])
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [own._version for own, _ in self.pairs]
+        return [version_of(own) for own, _ in self.pairs]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """The model computes with the copies while this lasts."""
         for module, name, _, copy in self.places:
-            module._parameters[name] = copy
+            setattr(module, name, copy)
         if self.forward is not None:
             self.forward.joint = self.joint
         try:
             yield
         finally:
             for module, name, own, _ in self.places:
-                module._parameters[name] = own
+                setattr(module, name, own)
             if self.forward is not None:
                 self.forward.joint = {}
 
@@ -98,6 +99,6 @@ class Bf16Copies:
                 added.append((own.grad, copy.grad))
             copy.grad = None
         if written:
-            torch._foreach_copy_([own for own, _ in written], [copy for _, copy in written])
+            copy_all_([own for own, _ in written], [copy for _, copy in written])
         if added:
-            torch._foreach_add_([own for own, _ in added], [copy for _, copy in added])
+            add_all_([own for own, _ in added], [copy for _, copy in added])

@@ -6,11 +6,7 @@ from torch import Tensor
 
 from oelm.data.assemble import Packing
 from oelm.speed.value_only import value_only_attention_varlen
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # builds of torch without flash attention
-    varlen_attn = None  # type: ignore[assignment]
+from oelm.system.private_torch import varlen_attn
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Files that are either there whole or not at all: written beside, synced, renamed. One lock, and names."""
+"""Files: written completely or not at all (beside, synced, renamed), read safely, locked, named."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from oelm.errors import UserError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Replace a file in one step: a reader, or a crash at any moment, sees the old bytes or the new."""
+    """Replace a file in one step: a reader sees the old bytes or the new ones, even after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with beside.open("wb") as file:
@@ -41,10 +41,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
-    """The bytes of a regular file; anything else, a pipe or a device, would be waited for or never end.
-
-    `follow=False` refuses a link as well. Raises FileNotFoundError, or UserError for all other reasons.
-    """
+    """The bytes of a regular file. Pipes and devices, which may never end, are refused, with `follow=False`
+    links too. Raises FileNotFoundError, or UserError for all other reasons."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         with open(handle, "rb") as file:
@@ -90,25 +88,25 @@ def read_json(path: Path, follow: bool = True) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice (a limit such as `ulimit -v` counts), however a library says so."""
+    """Whether there was not enough memory (or a limit such as `ulimit -v`), however a library says so."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     words = (
         "cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory",
-        "bad_alloc", "failed to map segment",  # of a library that is loaded when it is needed
+        "bad_alloc", "failed to map segment",  # when a shared library is loaded
     )  # fmt: skip
     return isinstance(error, Exception) and any(word in str(error).lower() for word in words)
 
 
 def copy_file(path: Path, to: Path, most: int) -> None:
-    """Copy a regular file of at most so many bytes; a link is not followed."""
+    """Copy a regular file of at most `most` bytes; links are refused."""
     check_regular(path, path.lstat(), most)
     with path.open("rb") as file, to.open("wb") as copy:
         shutil.copyfileobj(file, copy)
 
 
 def delete(path: Path) -> None:
-    """Delete whatever is there; `shutil.rmtree` would wait for a pipe."""
+    """Delete a file or a folder, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -116,7 +114,7 @@ def delete(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Bring every file of this folder to the disk: what is renamed next must be whole after a power cut."""
+    """Write every file of this folder to the disk, so that it is complete after a power cut."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -132,10 +130,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
-    """Hold a file's lock as long as the returned file is open; the kernel lets go when the holder dies.
+    """Lock a file as long as the returned file is open; the system unlocks it when the process dies.
 
-    Without `wait`, raises BlockingIOError where another process holds it. A link or anything else that is
-    not a regular file is refused: to lock it would open, or make, a file that is not ours.
+    Without `wait`, raises BlockingIOError where another process holds the lock. Only a regular file is
+    locked: opening a link could open, or create, a file that is not ours.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -160,10 +158,9 @@ def _no_lock(path: Path) -> UserError:
 
 @contextlib.contextmanager
 def folder_beside(final: Path) -> Iterator[Path]:
-    """A new folder beside `final`, to be filled and renamed; deleted where it was not renamed.
+    """A new folder beside `final`, to be filled and renamed, and deleted if it was not renamed.
 
-    Its name is one that nothing of the user's has, and while it is in use it is locked, so that what a
-    killed process left can be told from it and is deleted here.
+    It is locked while in use; what a killed process left is not locked and is deleted here.
     """
     prefix, suffix = f".{final.name}.oelm-", ".part"
     for path in final.parent.iterdir():
@@ -192,7 +189,7 @@ def _locked_folder(path: Path) -> Iterator[None]:
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8: it could be written, but in no record, page or message."""
+    """Refuse a name that is not UTF-8: no record, report or message could hold it."""
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -200,5 +197,5 @@ def check_name(path: Path) -> None:
 
 
 def folder_name(name: str, most: int, also: str = "-_") -> str:
-    """A name as a folder's: letters and digits, what is in `also`, and nothing that means something there."""
+    """A folder's name made from any text: letters, digits and the characters of `also`, "-" for others."""
     return "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most].strip(".")

@@ -1,4 +1,4 @@
-"""Everything that is printed goes through here: a label or a file's name must not steer the terminal."""
+"""All output goes through here: a label or a file's name must not control the terminal."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 
 def plain(text: str) -> str:
-    """Text with every character that could steer a terminal as `\\u001b`, which means the same in JSON."""
+    """Text with every character that could control a terminal as `\\u001b`, which means the same in JSON."""
     return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -22,7 +22,7 @@ def say(text: Any = "", err: bool = False) -> None:
 
 
 def console(**options: Any) -> "Console":
-    """rich's Console, with the texts it is given made plain; its own colours and movements stay."""
+    """A rich Console whose texts are made `plain`; its own colours and movements stay."""
     from rich.console import Console
     from rich.segment import Segment
 

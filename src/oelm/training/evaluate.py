@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+import torch.distributed as dist
 from torch import nn
 
 from oelm.data.assemble import Layout
@@ -56,9 +56,9 @@ def evaluate(
                 found.setdefault(key, []).append(value)
     model.train(training)
     joined = {key: np.concatenate(values) for key, values in found.items()}
-    parts = (
-        gather_object([(loss_sum, count, joined)]) if state.num_processes > 1 else [(loss_sum, count, joined)]
-    )
+    parts = [(loss_sum, count, joined)] * state.num_processes
+    if state.num_processes > 1:
+        dist.all_gather_object(parts, parts[0])
     keys = parts[0][2]
     arrays = {key: np.concatenate([part[2][key] for part in parts if part[2]]) for key in keys}
     order = np.argsort(arrays.pop("order"), kind="stable")

@@ -2,19 +2,20 @@
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from oelm.errors import UserError
+from oelm.system.private_transformers import block_class_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,9 +26,8 @@ def process_state() -> PartialState:
     Without a GPU it has to be told so: otherwise processes started by torchrun do not find each other, and
     each takes itself for the only one.
     """
-    state = PartialState(
-        cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    )
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    state = PartialState(cpu=cpu or not torch.accelerator.is_available())
     if state.num_processes > 1:
         # One exit in five aborted ("terminate called ...") where gloo's threads were left to the destructors.
         atexit.unregister(_leave)
@@ -69,7 +69,7 @@ def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
         ids = [state.device.index] if state.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
     mesh = init_device_mesh(state.device.type, (state.num_processes,))
-    blocks = set(model._no_split_modules or ())
+    blocks = block_class_names(model)
     for module in model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import LoggerType
 from torch import Tensor
 
 from oelm.config import RunConfig
@@ -18,6 +16,7 @@ from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_references
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
+from oelm.system.private_accelerate import lacks_package, tracker_classes
 from oelm.system.version import NUMERICS
 
 if TYPE_CHECKING:
@@ -203,11 +202,10 @@ def track(run: "Run", values: dict[str, float]) -> None:
 
 def check_trackers(names: list[str]) -> None:
     """Refuse a name that is no tracker's, or one that is not installed, before anything is written."""
-    there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"unknown tracker {name!r}; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
-        if name in map(str, LoggerType) and name not in there:
+        if name not in (known := tracker_classes()):
+            raise UserError(f"unknown tracker {name!r}; known: {', '.join(known)}")
+        if lacks_package(name):
             raise UserError(f"tracker {name!r} is not installed: pip install {name}")
 
 
@@ -215,7 +213,7 @@ def start_trackers(run: "Run") -> list[Any]:
     """Accelerate's trackers by name; one that is not installed is a user's mistake."""
     started = []
     for name in run.config.training.trackers:
-        kind = LOGGER_TYPE_TO_CLASS[name]
+        kind = tracker_classes()[name]
         folder = {"logging_dir": str(run.record.folder.path)} if kind.requires_logging_directory else {}
         try:
             tracker = kind(run.record.folder.path.name, **folder)

@@ -1,7 +1,6 @@
 """Learning rate, length of a run and randomness as functions of the step alone: resuming needs no memory."""
 
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
+from oelm.models.families import family_of, layers_of, relative_name
 
 
 def total_steps(training: TrainingConfig, plan: Plan) -> int:
@@ -74,31 +74,28 @@ def make_optimizer(
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """What each parameter's rate is multiplied by: 1 for the task's head, `decay` for the top layer,
-    `decay` squared for the one below, and so on down to the embeddings.
+    """What each parameter's learning rate is multiplied by: 1 for the task's head, `decay` for the top layer,
+    `decay` squared for the one below, and so on down to the embeddings and their norms.
 
-    A layer is the first number in a parameter's name. What has none lies below all layers where it is an
-    embedding; a last norm goes with the top layer, a pooler with the head, which it is a part of. The stacks
-    of an encoder-decoder are counted each from its own top.
+    A final norm counts as part of the top layer, a pooler as part of the head. The layers of an encoder and
+    of a decoder are counted separately, each from its own top.
     """
     names = [name for name, _ in model.named_parameters()]
     if decay == 1:
         return dict.fromkeys(names, 1.0)
+    embedding_norms = family_of(model).embedding_norms
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {name: re.search(r"(.*?\.)(\d+)\.", name) for name in names}
-    depths: dict[str, int] = {}  # of a stack, by the name before the number
-    for match in found.values():
-        if match:
-            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    bodies = {stack.partition(".")[0] for stack in depths}  # T5 has its two beside its head, others one
-    deepest = max(depths.values(), default=0)
+    layers = layers_of(model, names)
+    bodies = {name.partition(".")[0] for name in layers}  # T5 has two beside its head, others one
+    deepest = max((count for _, count in layers.values()), default=0)
     scales = {}
     for name, parameter in model.named_parameters():
-        match = found[name]
-        if id(parameter) in embeddings or (not match and "embed" in name):  # BERT's has a norm of its own
+        module = relative_name(model, name).rpartition(".")[0]
+        if id(parameter) in embeddings or module in embedding_norms:
             power = deepest + 1
-        elif match:
-            power = depths[match[1]] - int(match[2])
+        elif name in layers:
+            layer, count = layers[name]
+            power = count - layer
         else:
             power = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
         scales[name] = decay**power

@@ -9,7 +9,7 @@ import torch
 import oelm
 from oelm.errors import UserError
 from oelm.method import Method
-from oelm.models.conversion_distance import head_moves, score_scales
+from oelm.models.conversion_report import head_moves, score_scales
 from oelm.models.families import find_sites
 from tests.tiny import BUILDERS, build, inputs
 

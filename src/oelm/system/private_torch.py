@@ -1,0 +1,71 @@
+"""The private and unstable parts of PyTorch that this package uses, each behind a function.
+
+Nothing else in the package uses such a part, and each has a test: tests/system/test_private_apis.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # builds of torch without flash attention
+    varlen_attn = None  # type: ignore[assignment]
+
+
+def version_of(tensor: Tensor) -> int:
+    """A counter that grows with every change of the tensor in place, but not with one through `.data`."""
+    return tensor._version
+
+
+def copy_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy every source into its target, on a GPU by one kernel."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add every source to its target, on a GPU by one kernel."""
+    torch._foreach_add_(targets, sources)
+
+
+def fused_adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Step number `step` (from 1) of AdamW on one weight and its two moments, in place."""
+    torch._fused_adamw_(
+        [weight], [gradient], [mean], [square], [], [step],
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    """Have every step of a fused optimizer divide the gradients by `divisor`, float32, as it reads them."""
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+
+
+def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """A flag that is 0 at first. While it is 1, the steps of a fused optimizer change nothing."""
+    if not hasattr(optimizer, "found_inf"):
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    return optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif (compiled := dict(model.named_children()).get("_orig_mod")) is not None:
+            model = compiled
+        else:
+            return model

@@ -1,0 +1,65 @@
+"""The private and unstable parts of transformers that this package uses, each behind a function.
+
+Nothing else in the package uses such a part, and each has a test: tests/system/test_private_apis.py. What
+`models/gpt.py` overrides (`_init_weights`, `_no_split_modules`, `_supports_sdpa`, `_tied_weights_keys`,
+`_input_embed_layer`) is how transformers wants a model of one's own to be written.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import cached_file
+
+
+def has_model_for(auto_class: str, config: PreTrainedConfig) -> bool:
+    """Whether an Auto class, by its name, has a model for the architecture of this config."""
+    return type(config) in getattr(transformers, auto_class)._model_mapping
+
+
+def block_class_names(model: PreTrainedModel) -> set[str]:
+    """The classes of the blocks that a sharded model is divided into."""
+    return set(model._no_split_modules or ())
+
+
+def is_loaded(parameter: Tensor) -> bool:
+    """Whether `from_pretrained` filled this parameter, so that `_init_weights` must leave it alone."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def is_default_causal_lm_loss(function: Callable[..., Any]) -> bool:
+    """Whether a model's `loss_function` is the one that transformers gives to a causal language model."""
+    return function is ForCausalLMLoss
+
+
+def initialize_again(model: PreTrainedModel, path: str) -> set[str]:
+    """Start the module at `path` as transformers starts one that a checkpoint lacks.
+
+    Returns the names of its parameters; no other changes.
+    """
+    names = {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter._is_hf_initialized = name not in names  # type: ignore[attr-defined]
+    model._init_weights(model.get_submodule(path))
+    while path:  # some families start a head from the module that holds it
+        path = path.rpartition(".")[0]
+        model._init_weights(model.get_submodule(path))
+    return names
+
+
+def hub_file(name: str, file: str, hub: Mapping[str, Any]) -> Path | None:
+    """A checkpoint's file as `from_pretrained` finds it, on the hub or in its cache; None if it has none.
+
+    `hub` holds those arguments of `from_pretrained` that say where the checkpoint is.
+    """
+    path = cached_file(
+        name, file, **hub,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if path is None else Path(path)
