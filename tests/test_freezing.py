@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import oelm
-from oelm.cli.run import resolve_config
+from oelm.config import resolve_config
 from oelm.method import PRESETS, Method
 from tests.data.made import parquet
 from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
@@ -38,7 +38,7 @@ def classifier(name):
 
 def trained(name, method, *assignments):
     """The names of what trains under a method named as on the command line."""
-    config = resolve_config(None, None, {"method.name": method}, [*assignments])
+    config = resolve_config({}, None, {"method.name": method}, [*assignments])
     model = classifier(name)
     oelm.convert(model, Method.from_dict(config.method.overrides()), seed=0)
     oelm.audit(model)

@@ -32,6 +32,7 @@ from oelm.speed.packed import Packing, portable
 from oelm.speed.rows import Lookup, pick_rows
 from oelm.training import stepper
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.schedule import clip_in_step, make_optimizer
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
@@ -280,7 +281,9 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
         task = make_objective(store, 32, 0.0, "none")
         model, _ = build_model(settings, store, task.auto_class)
         before = [p.detach().clone() for p in model.parameters()]
-        made = stepper.make_stepper(settings, task, model, process_state())
+        made = stepper.make_stepper(
+            resolve_run(settings, task, process_state().device), task, model, process_state()
+        )
         made.optimizer = make_optimizer(model, settings.training, graphed=True)
         made.graphed = stepper._graphed_step(made)
         with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,7 @@ from oelm.speed.bf16_copies import HalfWeights
 from oelm.speed.live_rows import set_aside
 from oelm.training import parallel
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.schedule import clip_in_step, make_optimizer
 from oelm.training.stepper import AHEAD, _graphed_step, make_stepper
 from tests.training.runs import make_store
@@ -33,7 +34,8 @@ def store(tmp_path_factory):
 
 def config(**values):
     model = {"name": "gpt-tiny", **values.pop("model", {})}
-    return make_config({"task": {"data": "x", "max_length": 32}, "model": model, "training": values})
+    tables = {"method": {"name": values.pop("method", "baseline")}, "model": model, "training": values}
+    return make_config({"task": {"data": "x", "max_length": 32}, **tables})
 
 
 def objective(store, **attributes):
@@ -104,13 +106,16 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     """Run as it stands: the weights of plain steps, with half-precision copies, clipping inside the
     optimizer and gradients written in place of added ones."""
     monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
-    settings = config(clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1)
-    settings.method.name = method
+    settings = config(
+        clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1, method=method
+    )
     weights, losses = [], []
     for graphed in (False, True):
         task = objective(store)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
+        stepper = make_stepper(
+            resolve_run(settings, task, process_state().device), task, model, process_state()
+        )
         if graphed:
             stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
             stepper.graphed = _graphed_step(stepper)
@@ -158,12 +163,14 @@ def test_half_precision_copies_hold_what_autocast_makes(store):
 def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which):
     """As a step that is made of those weights does."""
     monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
-    settings, task = config(precision="bf16", batch_size=16, epochs=1), objective(store)
-    settings.method.name = "oelm"
+    settings = config(precision="bf16", batch_size=16, epochs=1, method="oelm")
+    task = objective(store)
     batches = task.plan("train", 16, None, 1).epoch(0)
 
     def made(model):
-        stepper = make_stepper(settings, task, model, process_state())
+        stepper = make_stepper(
+            resolve_run(settings, task, process_state().device), task, model, process_state()
+        )
         stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
         stepper.graphed = _graphed_step(stepper)
         model.train()
@@ -252,7 +259,9 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
         task = objective(store)
         settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
+        stepper = make_stepper(
+            resolve_run(settings, task, process_state().device), task, model, process_state()
+        )
         if recorded:
             stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
             stepper.graphed = graphed = _graphed_step(stepper)
@@ -278,7 +287,9 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
     for fused in (True, False):
         task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        stepper = make_stepper(settings, task, model, process_state())
+        stepper = make_stepper(
+            resolve_run(settings, task, process_state().device), task, model, process_state()
+        )
         for group in (stepper.optimizer.defaults, *stepper.optimizer.param_groups):
             group["fused"] = fused
         batches = task.plan("train", 8, None, 1).epoch(0)
@@ -296,9 +307,11 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     settings = config(batch_size=4, steps=100)
     task = make_objective(store, 32, 0.0, "none")
     model, _ = build_model(settings, store, task.auto_class)
-    assert not make_stepper(settings, task, model, process_state()).reads_ahead
+    assert not make_stepper(
+        resolve_run(settings, task, process_state().device), task, model, process_state()
+    ).reads_ahead
     monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
-    stepper = make_stepper(settings, task, model, process_state())
+    stepper = make_stepper(resolve_run(settings, task, process_state().device), task, model, process_state())
     assert stepper.reads_ahead
     asked = []
     monkeypatch.setattr(

@@ -197,6 +197,7 @@ def stepper_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     from oelm.data.tasks.objective import make_objective
     from oelm.models.build import build_model
     from oelm.training.parallel import process_state
+    from oelm.training.resolve import resolve_run
     from oelm.training.stepper import make_stepper
 
     store = made_texts("some", [40, 100, 7, 64] * 40, vocab, 128)
@@ -212,7 +213,9 @@ def stepper_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     )
     objective = make_objective(store, 128, 0.0, "none")
     model, _ = build_model(config, store, objective.auto_class)
-    stepper = make_stepper(config, objective, model, process_state())
+    stepper = make_stepper(
+        resolve_run(config, objective, process_state().device), objective, model, process_state()
+    )
     stepper.model.train()
     return stepper, objective.plan("train", 8, None, 1).epoch(0)
 

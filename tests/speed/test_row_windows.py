@@ -21,6 +21,7 @@ from oelm.training import stepper
 from oelm.training.checkpoint import capture
 from oelm.training.loop import train
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from tests.data.made import write_csv
 
 WORDS = 600
@@ -148,7 +149,9 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
         objective = make_objective(store, 8, 0.0, "none")
         asked = config(clip=0)
         raw, _ = build_model(asked, store, objective.auto_class)
-        made = stepper.make_stepper(asked, objective, raw, process_state())
+        made = stepper.make_stepper(
+            resolve_run(asked, objective, process_state().device), objective, raw, process_state()
+        )
         raw.train()
         plan = objective.plan("train", 4, None, 1).epoch(0)
         for step in range(20):

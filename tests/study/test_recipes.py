@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from oelm.cli.run import resolve_config
-from oelm.data import Plan
+from oelm.bench.load import made_texts
+from oelm.config import resolve_config
 from oelm.data.catalogue import TASKS
-from oelm.inference.trained import choice_of
+from oelm.data.tasks.objective import Classification
 from oelm.method import Method
 from oelm.models.gpt_config import gpt_config
 from oelm.models.gpt_sizes import PRESETS
-from oelm.study.catalogue import list_experiments
+from oelm.study.catalogue import experiment_config, list_experiments
 from oelm.study.records import identify
-from oelm.training.parallel import resolve_precision
-from oelm.training.schedule import learning_rate, total_steps, warmup_steps
+from oelm.training.resolve import choice_of, resolve_run
+from oelm.training.schedule import learning_rate
 
 KNOWN = Path(__file__).with_name("recipes.json")
 SHAPE = ("num_layers", "d_model", "num_heads", "d_ff", "max_position_embeddings", "positions", "pooling",
@@ -35,33 +35,29 @@ LENGTHS = np.arange(10_001) % 128 + 1  # tokens of the texts of the made dataset
 
 
 def recipe(id: str) -> dict[str, Any]:
-    config = resolve_config(id, None, {}, [])
-    name, training = str(config.model.name), config.training
-    plan = Plan(LENGTHS, training.batch_size, training.batch_tokens, training.seed)
-    total = total_steps(training, plan)
-    warmup = warmup_steps(training, total)
-    precisions = {
-        kind: resolve_precision(training.precision, torch.device(kind))[0] for kind in ("cpu", "cuda")
-    }
+    config = resolve_config(experiment_config(id).to_dict(), None, {}, [])
+    name, length = str(config.model.name), config.task.max_length
+    texts = made_texts("made", LENGTHS, 100, length)
+    runs = {kind: resolve_run(config, Classification(texts), torch.device(kind)) for kind in ("cpu", "cuda")}
+    run = runs["cpu"]
+    warmup, total = run.warmup_steps, run.total_steps
     shape = gpt_config(name).to_dict() if name in PRESETS else {}
     return {
-        "config": config.identity(),
+        "config": run.config.identity(),
         "method": Method.from_dict(config.method.overrides()).to_dict(),
         "shape": {key: shape[key] for key in SHAPE if shape},
         "data": {
             key: value for key, value in asdict(choice_of(config.task, name)).items() if value is not None
         },
         "task": {key: value for key, value in asdict(TASKS[str(config.task.name)]).items() if key in TASK},
-        "precision": precisions,
-        "identity": {kind: identify(config, "data", used, 3).key for kind, used in precisions.items()},
+        "precision": {kind: run.precision for kind, run in runs.items()},
+        "identity": {kind: identify(r.config, "data", r.precision, 3).key for kind, r in runs.items()},
         "schedule": {
             "steps": total,
             "warmup_steps": warmup,
-            "learning_rates": [
-                learning_rate(training, step, total) for step in (0, warmup, total // 2, total - 1)
-            ],
+            "learning_rates": [learning_rate(run, step) for step in (0, warmup, total // 2, total - 1)],
         },
-        "first_batch": plan.epoch(0).batch(0).tolist(),
+        "first_batch": run.plan.epoch(0).batch(0).tolist(),
     }
 
 

@@ -7,6 +7,7 @@ from oelm.data import Store
 from oelm.data.tasks.objective import make_objective
 from oelm.models.build import build_model
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.stepper import make_stepper
 
 LONG, SHORT = 10**9, 10**3  # steps: a run that earns compiling back, and one that does not
@@ -31,11 +32,11 @@ class Ours(TrainingArm):
         )
         objective = make_objective(store, length, 0.0, "none")
         raw, _ = build_model(config, store, objective.auto_class)
-        self.stepper = make_stepper(config, objective, raw, state)
+        run = resolve_run(config, objective, state.device)
+        self.stepper = make_stepper(run, objective, raw, state)
         self.stepper.model.train()
-        plan = objective.plan("train", batch_size, None, config.training.seed)
-        self.batches = plan.epoch(0)  # the same batches in every window: their shapes are all met at once
-        load = Load.of(plan.lengths)
+        self.batches = run.plan.epoch(0)  # the same batches in every window: their shapes are all met at once
+        load = Load.of(run.plan.lengths)
         operations = load.operations(raw.config, store.kind, causal=store.kind == "lm")  # type: ignore[arg-type]
         super().__init__(state.device, len(self.batches), load, operations)
         self.model, self.optimizer, self.taken = raw, self.stepper.optimizer, 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli.run import seconds_of
+from oelm.cli.options import seconds_of
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
@@ -141,7 +141,7 @@ def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> d
         compile=device.type == "cuda" if given["compile_"] is None else given["compile_"],
         rest=given["rest"],
         profile=given["profile"],
-        stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
+        stop_after=seconds_of(given["stop_after"]),
     )
     tell = lambda text: say(text, err=True)  # noqa: E731
     return run_bench(settings, device, tell, json_file, stopped.is_set)

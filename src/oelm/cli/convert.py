@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli import options as options
+from oelm.cli import options
 from oelm.errors import UserError
 from oelm.system.terminal import say
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.tasks.objective import Measured, make_objective
+from oelm.data.tasks.objective import Measured
 from oelm.errors import Interrupted, RunError
-from oelm.models.build import build_model, default_model
+from oelm.models.build import build_model
 from oelm.speed.live_rows import put_back
 from oelm.speed.plain import plain_path
 from oelm.training import parallel, results
@@ -31,6 +31,7 @@ from oelm.training.evaluate import evaluate
 from oelm.training.failure import LOWER, explained, failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
+from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
 from oelm.training.session import Session, Stop, fall_back, start_session, stopping
 
@@ -66,27 +67,20 @@ def _train(
     stop: Stop,
     state: PartialState,
 ) -> dict[str, Any]:
-    if config.model.name is None:
-        config.model.name = default_model(state.device)
-    training = config.training
-    objective = make_objective(
-        store, config.task.max_length, training.label_smoothing, training.class_weights
-    )
+    objective = objective_of(config, store)
     # Checked and built before the folder is touched: what does not fit leaves nothing behind.
-    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    plan.check(state.num_processes * training.accumulate)
-    results.check_trackers(training.trackers)
-    parallel.check_sharding(training.fsdp, state)
+    run = resolve_run(config, objective, state.device, state.num_processes)
+    results.check_trackers(config.training.trackers)
     with state.main_process_first():
-        raw, report = build_model(config, store, objective.auto_class)
+        raw, report = build_model(run.config, store, objective.auto_class)
     session = None
     try:
         if state.is_main_process:
-            folder.open(config, overwrite, store.fingerprint)
+            folder.open(run.config, overwrite, store.fingerprint)
         state.wait_for_everyone()
-        session = start_session(config, store, objective, folder, state, raw, report, show, stop)
+        session = start_session(run, store, objective, folder, state, raw, report, show, stop)
         stop.patient = True
-        _run(session, plan)
+        _run(session, run.plan)
         stop.patient = False
         if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
             raise Interrupted(stop.reason or "another process was told to stop")
@@ -237,7 +231,7 @@ def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
 
 def _log_step(session: Session, epoch: float, loss: float, norm: Tensor) -> None:
     progress = session.progress
-    rate = learning_rate(session.config.training, progress.step - 1, session.total)
+    rate = learning_rate(session.run, progress.step - 1)
     session.display.note(loss=loss)
     if session.log is not None:
         session.log.add(
@@ -349,7 +343,7 @@ def _finish(session: Session) -> dict[str, Any]:
     restore(session.checkpoints.load(best), session.raw, None)
     training = session.config.training
     scales = layer_scales(session.raw, training.layer_decay)
-    put_back(session.raw, lambda name: shrinkage(training, scales[name], best, session.total))
+    put_back(session.raw, lambda name: shrinkage(session.run, scales[name], best))
     checked = audit(session.raw, session.before)
     tested = None
     if training.test:

@@ -10,19 +10,18 @@ from typing import Any
 from accelerate import PartialState
 
 from oelm.audit import Fingerprint, audit, fingerprint
-from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import Objective, make_objective
+from oelm.data.tasks.objective import Objective
 from oelm.errors import Interrupted, UserError
 from oelm.models.build import build_model
 from oelm.speed.live_rows import live_weights
 from oelm.speed.watch import Watch
 from oelm.system.files import is_out_of_memory
-from oelm.training import parallel, results
+from oelm.training import results
 from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
-from oelm.training.lineage import notes_on_start
+from oelm.training.resolve import ResolvedRun, objective_of
 from oelm.training.schedule import layer_scales, shrinkage
 from oelm.training.stepper import Stepper, make_stepper
 
@@ -80,7 +79,7 @@ class Session(Stepper):
 
 
 def start_session(
-    config: RunConfig,
+    run: ResolvedRun,
     store: Store,
     objective: Objective,
     folder: RunFolder,
@@ -91,19 +90,18 @@ def start_session(
     stop: "Stop",
 ) -> Session:
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
-    training = config.training
-    _, warning = parallel.resolve_precision(training.precision, state.device)
+    config = run.config
     before = fingerprint(raw.to(state.device))
-    checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep)
     loaded = checkpoints.load_last()
     progress, scaler = Progress(), {}
     if loaded is not None:
         with _fitting(loaded):
             scaler = loaded.state.pop("scaler", {})
             progress = Progress.of(loaded.state)
-    way = config if progress.plain_from is None else on_the_plain_path(config)
+    way = run if progress.plain_from is None else on_the_plain_path(run)
     stepper = make_stepper(way, objective, raw, state)
-    stepper.config, stepper.watch = config, progress.watch
+    stepper.run, stepper.watch = run, progress.watch
     if loaded is not None:
         with _fitting(loaded):
             restore(loaded, raw, stepper.optimizer)
@@ -113,10 +111,8 @@ def start_session(
     if state.is_main_process:
         around = environment(state.device, state.num_processes)
         _compare(progress, arithmetic(around))
-    start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
-    for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
-        if text:
-            progress.warn(text)
+    for text in (*run.warnings, *checkpoints.problems):
+        progress.warn(text)
     label = f"{config.method.name} on {store.task}"
     session = Session(
         **vars(stepper), store=store, folder=folder, checkpoints=checkpoints, before=before, report=report,
@@ -138,8 +134,8 @@ def start_session(
     return session
 
 
-def on_the_plain_path(config: RunConfig) -> RunConfig:
-    return replace(config, training=replace(config.training, fast=False))
+def on_the_plain_path(run: ResolvedRun) -> ResolvedRun:
+    return replace(run, config=replace(run.config, training=replace(run.config.training, fast=False)))
 
 
 def fall_back(session: Session, step: int) -> None:
@@ -148,19 +144,17 @@ def fall_back(session: Session, step: int) -> None:
     The fast path has left these as they were: see `own_adamw.fault_of`.
     """
     model, moments = capture(session.raw, session.optimizer)
-    config, progress = session.config, session.progress
-    training, scales = config.training, layer_scales(session.raw, config.training.layer_decay)
+    run, config, progress = session.run, session.config, session.progress
+    scales = layer_scales(session.raw, config.training.layer_decay)
     for name, live in live_weights(session.raw).items():  # rows set aside take the decay they missed
-        shrunk = 1.0 if live.replaced else shrinkage(training, scales[name], step - 1, session.total)
+        shrunk = 1.0 if live.replaced else shrinkage(run, scales[name], step - 1)
         model[name][live.idle] *= shrunk
-    objective = make_objective(
-        session.store, config.task.max_length, training.label_smoothing, training.class_weights
-    )
+    objective = objective_of(config, session.store)
     raw, _ = build_model(config, session.store, objective.auto_class)
-    stepper = make_stepper(on_the_plain_path(config), objective, raw.to(session.state.device), session.state)
+    stepper = make_stepper(on_the_plain_path(run), objective, raw.to(session.state.device), session.state)
     restore(Checkpoint(model, moments, {}), raw, stepper.optimizer)
     audit(raw, session.before)
-    vars(session).update(vars(stepper) | {"config": config, "watch": progress.watch})
+    vars(session).update(vars(stepper) | {"run": run, "watch": progress.watch})
     session.model.train()
     progress.plain_from = step
     progress.warn(
@@ -195,14 +189,9 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def _habits(config: RunConfig) -> Iterator[str]:
-    if config.training.choose_on == "test":
-        yield "the best step is chosen on the test split: a published habit, not a fair measurement"
-
-
 def _introduce(session: Session, resumed: bool) -> None:
     """Say what is about to happen: size, memory, time; and refuse a disk that is too small."""
-    estimate = results.estimate(session.raw, session.objective, session.config, session.total, session.state)
+    estimate = results.estimate(session.raw, session.store.kind, session.run)
     say = session.display.say
     say(str(session.report))
     say(

@@ -24,14 +24,8 @@ from oelm.speed.plain import plain_path
 from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import Watch, compare, has_dropout, numbers, why_unwatched, yardstick
 from oelm.training import parallel
-from oelm.training.schedule import (
-    clip_in_step,
-    learning_rate,
-    make_optimizer,
-    seed_step,
-    set_rate,
-    total_steps,
-)
+from oelm.training.resolve import ResolvedRun
+from oelm.training.schedule import clip_in_step, learning_rate, make_optimizer, seed_step, set_rate
 
 AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
@@ -40,7 +34,7 @@ AHEAD = 8  # steps between asking for a batch's tokens and using them, where the
 class Stepper:
     """A model, its optimizer and the way they are used, on one process."""
 
-    config: RunConfig
+    run: ResolvedRun
     objective: Objective
     state: PartialState
     raw: Any  # the model
@@ -48,9 +42,7 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     scaler: Any
     autocast: Any
-    precision: str
     paths: fast.Paths
-    total: int  # steps of the run
     parameters: list[nn.Parameter]
     graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
     windows: RowWindows | None = None  # that the embedding trains through, where it does
@@ -58,6 +50,18 @@ class Stepper:
     reads_ahead: bool = False
     plain: bool = False  # PyTorch's own operations and nothing else
     watch: Watch = field(default_factory=Watch)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def precision(self) -> str:
+        return self.run.precision
+
+    @property
+    def total(self) -> int:
+        return self.run.total_steps
 
     def take_step(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """Step `number` of the run, on batch k of an epoch.
@@ -91,7 +95,7 @@ class Stepper:
         if self.windows is not None:
             self.windows.prepare(batches, k)
         count = self.objective.count("train", batches.batch(k))
-        rate = learning_rate(training, number, self.total)
+        rate = learning_rate(self.run, number)
         set_rate(self.optimizer, rate)
         summed: Tensor = torch.zeros((), device=state.device)
         tokens = 0
@@ -131,11 +135,10 @@ class Stepper:
         return norm
 
 
-def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> Stepper:
+def make_stepper(run: ResolvedRun, objective: Objective, raw: Any, state: PartialState) -> Stepper:
     """Place the model, choose the fast paths it can take, wrap it, and give it an optimizer."""
-    training = config.training
+    config, training, precision, plan = run.config, run.config.training, run.precision, run.plan
     objective.segments = takes_segments(raw)
-    precision, _ = parallel.resolve_precision(training.precision, state.device)
     # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
     rows = None
@@ -144,21 +147,19 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     raw.to(state.device)
     if training.gradient_checkpointing:
         raw.gradient_checkpointing_enable({"use_reentrant": False})
-    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    total = total_steps(training, plan)
     eager = fast.why_eager(config, raw, state.num_processes, state.device, precision)
     paths = fast.Paths(
         padded=fast.why_padded(config, objective, raw, state.device),
         eager=eager,
         own_adamw=eager is None and precision == "bf16" and can_be_own(raw.parameters()),
         own_kernels=fast.use_own_kernels(raw, config, state.device, precision),
-        compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
+        compiled=fast.compile_blocks(raw, run.total_steps * plan.mean_tokens, config, state.device),
         rows=rows,
     )
     objective.packed, objective.static = paths.padded is None, paths.eager is None
     model = parallel.wrap(raw, state, training.fsdp)  # sharding replaces parameters: before the optimizer
     stepper = Stepper(
-        config=config,
+        run=run,
         objective=objective,
         state=state,
         raw=raw,
@@ -166,9 +167,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         optimizer=make_optimizer(raw, training, graphed=paths.eager is None),
         scaler=torch.amp.GradScaler(state.device.type, enabled=precision == "fp16"),
         autocast=parallel.autocast_of(precision, state.device),
-        precision=precision,
         paths=paths,
-        total=total,
         plain=not training.fast,
         parameters=list(raw.parameters()),
         reads_ahead=not read_whole(objective.store["train"].tokens),
