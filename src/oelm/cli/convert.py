@@ -11,25 +11,25 @@ from oelm.cli import options
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
-SAMPLE_TEXTS, SAMPLE_TOKENS = 32, 128  # enough for a standard deviation, and soon done
+SAMPLE_TEXTS, SAMPLE_TOKENS = 32, 128  # enough for a standard deviation, and fast
 
 
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub id.")],
     out: Annotated[Path, typer.Option(help="The new checkpoint's folder.", callback=options.new_folder)],
     method: Annotated[str, typer.Option(help="oelm, oelm-polar, frozen, ...: docs/methods.md.")] = "oelm",
-    seed: Annotated[int, typer.Option(help="Decides what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of drawn blocks.")] = 0,
     sample: Annotated[
-        Path | None, typer.Option(help="Texts, one a line, to measure the scale of the scores on.")
+        Path | None, typer.Option(help="Texts, one per line, to measure attention scores on.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is, if not with the model.")
+        str | None, typer.Option(help="The tokenizer, if it is not in the model's folder.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field: method.gain=own")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="Print every head.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Convert a checkpoint and save it, its task's head as it is, as an ordinary one of its family.
+    """Convert a checkpoint and save it as an ordinary one of its family; its task's head stays as it is.
 
     Example: oelm convert bert-base-uncased --method oelm --out bert-oelm
     """
@@ -69,7 +69,7 @@ def convert(
     say(f"saved in {out}")
 
 
-UNTRAINED = "It was converted and not trained since: expect little of it before it is fine-tuned."
+UNTRAINED = "It was converted and not trained since: fine-tune it before use."
 
 
 def _method(name: str, assignments: list[str]) -> Any:
@@ -80,7 +80,7 @@ def _method(name: str, assignments: list[str]) -> Any:
     for assignment in assignments:
         update(values, from_assignment(assignment))
     if set(values) != {"method"}:
-        raise UserError("oelm convert --set knows the keys of [method] only, for example method.init=fresh")
+        raise UserError("oelm convert --set takes keys of [method] only, for example method.init=fresh")
     return Method.from_dict(make_config(values, "options").method.overrides())
 
 
@@ -91,7 +91,7 @@ def _lines(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sample {path} cannot be read: {error}") from None
     if not lines:
-        raise UserError(f"--sample {path} holds no text")
+        raise UserError(f"--sample {path} holds no text; write one text per line")
     return lines
 
 
@@ -103,7 +103,7 @@ def _batch(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
     rows = tokenizer(texts, truncation=True, max_length=SAMPLE_TOKENS)["input_ids"]
     rows = [row for row in rows if row]
     if not rows:
-        raise UserError("the sample has no token: give it more text")
+        raise UserError("--sample has no tokens; give it more text")
     real = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
     ids = torch.full(real.shape, pad_id(tokenizer))
     ids[real] = torch.tensor([token for row in rows for token in row])

@@ -30,6 +30,11 @@ def seconds_of(text: str | None) -> float | None:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+def parts(text: str) -> list[str]:
+    """What stands between the commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 Text = Annotated[str | None, typer.Option(help="Column of the text; default: text.")]
 TextPair = Annotated[str | None, typer.Option(help="Column of the second text.")]
 Label = Annotated[str | None, typer.Option(help="Column of the label; default: label.")]

@@ -31,7 +31,9 @@ def train(
     task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
     method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides initial values and order.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides initial values and the order of the data.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
     out: Annotated[
@@ -45,7 +47,7 @@ def train(
     ] = False,
     stop_after: options.StopAfter = None,
     stop_at_chance: Annotated[
-        bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
+        bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -115,23 +117,23 @@ def evaluate(
         int | None, typer.Option(help="Tokens of a text or window; default: the run's.")
     ] = None,
     generation: Annotated[
-        bool, typer.Option("--generation", help="How it continues held-out texts.")
+        bool, typer.Option("--generation", help="Measure how it continues held-out texts.")
     ] = False,
     prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
     tokens: Annotated[
-        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
     ] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: among all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
     labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
     text: options.Text = None,
     text_pair: options.TextPair = None,
     label: options.Label = None,
-    limit: Annotated[int | None, typer.Option(help="Classify so many items, not all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Classify only this many items.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
@@ -183,12 +185,12 @@ def predict(
 
 
 def _texts(file: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a file, without the mark that some programs write at its beginning."""
+    """The lines of a file, without a byte order mark."""
     for number, line in enumerate(file, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            raise UserError(f"line {number} is not text in UTF-8") from None
+            raise UserError(f"line {number} is not text in UTF-8; convert the file") from None
 
 
 @app.command()
@@ -196,13 +198,13 @@ def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
     tokens: Annotated[
-        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
     ] = 100,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
 ) -> None:
-    """Let a language model go on from a prompt, or an encoder-decoder write a target for it.
+    """Continue a prompt with a language model, or write a target for it with an encoder-decoder.
 
     Example: oelm generate runs/x 'Once upon a time'
     """
@@ -222,7 +224,7 @@ def audit(run: Run, as_json: options.AsJson = False) -> None:
     from oelm.inference.trained import Trained
 
     try:
-        checked = Trained(run).audit()  # to load a model is to audit it, too
+        checked = Trained(run).audit()  # loading a model audits it, too
     except AuditError as error:
         if as_json:
             say(json.dumps({"problems": error.problems}))
@@ -243,7 +245,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """What runs, how far it is, how long it still takes. Example: oelm status runs --watch"""
+    """Which runs there are, how far they are, and the time left. Example: oelm status runs --watch"""
     from oelm.training.status import find_runs, gpu_load, run_status
 
     roots = folders or [Path("runs")]
@@ -274,7 +276,7 @@ def status_table(runs: "list[RunStatus]") -> Any:
     from oelm.training.display import duration
 
     table = Table(box=None, pad_edge=False)
-    one_task = len({run.task for run in runs}) == 1  # then it need not stand in every line
+    one_task = len({run.task for run in runs}) == 1  # then it has no column
     for name in ("run", "status", *(() if one_task else ("task",)), "method", "step", "loss", "best", "left"):
         table.add_column(
             name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
@@ -297,14 +299,14 @@ def status_table(runs: "list[RunStatus]") -> Any:
 @app.command()
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines are written.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")] = False,
 ) -> None:
     """A run's log. Example: oelm logs runs/x -f"""
     from oelm.training.status import is_locked
 
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run} is not a run, or has logged nothing yet")
+        raise UserError(f"{run} has no metrics.jsonl: it is not a run, or has not logged a step yet")
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             line = file.readline()
@@ -319,7 +321,7 @@ def logs(
 
 
 def log_line(line: str) -> str:
-    """One line of metrics.jsonl for people."""
+    """One line of metrics.jsonl as text."""
     try:
         entry = json.loads(line)
         if entry["kind"] == "eval":

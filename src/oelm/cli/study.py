@@ -27,7 +27,9 @@ def study(
     ] = None,
     lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
-    margin: Annotated[float | None, typer.Option(help="Points (per cent of PPL) that do not matter.")] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="Smaller differences count as equal: points, or per cent of PPL.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
     out: Annotated[Path | None, options.STUDY_OUT] = None,
@@ -52,7 +54,7 @@ def study(
     Words(lang)  # a language that does not exist must not cost a study
     lists = {"tasks": task, "methods": methods, "lrs": lrs}
     table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs}
-    table |= {key: _parts(text) for key, text in lists.items() if text is not None}
+    table |= {key: options.parts(text) for key, text in lists.items() if text is not None}
     planned = resolve_study(name, out, given, table, set_ or [])
     title = name or given.get("data") or (task or "study").replace(",", "-")
     folder = out or Path("studies") / Path(title).stem
@@ -63,10 +65,6 @@ def study(
         import_records(planned, folder, import_)
     else:
         conduct_and_report(planned, folder, options.seconds_of(stop_after), lang, as_json)
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @app.command()
@@ -133,7 +131,7 @@ def resolve_study(
 
 
 def describe(study: "Study", out: Path) -> str:
-    """The matrix with an estimate of time."""
+    """The runs a study will make, with an estimate of time and memory."""
     from oelm.study.conduct import check_methods, estimate_run, prepare_settings, slots_for
     from oelm.study.folder import StudyFolder
     from oelm.training.display import duration
@@ -149,24 +147,24 @@ def describe(study: "Study", out: Path) -> str:
     lines = [
         f"methods   {', '.join(study.methods)} (compared with {study.reference})",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
-        + (f"; up to {table.widen} more on each side while a best one is at the edge" if choosing else ""),
-        f"seeds     {table.choose_seeds} for the choice, {table.seeds} fresh ones measured",
+        + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
+        f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):
         total += estimate.time_s * (choosing + measured)
         lines.append(
-            f"{setting.task}: {setting.config.model.name}, {choosing} runs to choose + {measured} measured, "
+            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs, "
             f"about {estimate.memory_bytes / 1e9:.1f} GB and {duration(estimate.time_s)} each"
         )
     lines.append(
         f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
-        f"{duration(total / slots)} (good to a factor of two; a wider grid comes on top)"
+        f"{duration(total / slots)} (within a factor of two; without a wider grid)"
     )
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
     if there:
-        lines.append(f"done      {len(there)} runs are in {out} already")
+        lines.append(f"done      {len(there)} of these runs are already in {out}")
     return "\n".join(lines)
 
 
@@ -187,7 +185,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
-    """Make the runs, write the report, and print the answer, where the models are and what failed."""
+    """Make the runs, write the report, and print the answer, the models' folders and what failed."""
     from oelm.study.conduct import conduct
     from oelm.study.progress_view import Live, kept_models
     from oelm.study.report import as_plain, summary, write_report
@@ -206,7 +204,7 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
-        raise RunError("nothing was measured: every run that it takes has failed")
+        raise RunError("nothing was measured: every run failed; the reasons are above")
 
 
 @app.command()
