@@ -217,29 +217,17 @@ LATER = {"training": {"layer_decay": 1.0, "fast": True, "deterministic": True}}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {
-    "task": "task.name",
-    "data": "task.data",
-    "text": "task.text",
-    "text_pair": "task.text_pair",
-    "label": "task.label",
-    "target": "task.target",
-    "test_file": "task.test_file",
-    "train_size": "task.train_size",
-    "train_on": "task.train_on",
-    "max_length": "task.max_length",
-    "max_target_length": "task.max_target_length",
-    "tokenizer": "task.tokenizer",
-    "data_dir": "task.data_dir",
-    "model": "model.name",
-    "method": "method.name",
-    "lr": "training.lr",
-    "epochs": "training.epochs",
-    "steps": "training.steps",
-    "batch_size": "training.batch_size",
-    "batch_tokens": "training.batch_tokens",
-    "precision": "training.precision",
-    "seed": "training.seed",
-}
+    **{name: f"{name}.name" for name in ("task", "model", "method")},
+    **{
+        name: f"task.{name}"
+        for name in ("data", "text", "text_pair", "label", "target", "test_file", "train_size", "train_on",
+                     "max_length", "max_target_length", "tokenizer", "data_dir")
+    },
+    **{
+        name: f"training.{name}"
+        for name in ("lr", "epochs", "steps", "batch_size", "batch_tokens", "precision", "seed")
+    },
+}  # fmt: skip
 
 
 def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:

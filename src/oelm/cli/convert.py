@@ -3,7 +3,7 @@
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,10 @@ from oelm.cli import options
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
-SAMPLE_TEXTS, SAMPLE_TOKENS = 32, 128  # enough for a standard deviation, and fast
+if TYPE_CHECKING:
+    from oelm.method import Method
+
+SAMPLE_TEXTS = 32  # enough for a standard deviation, and fast
 
 
 def convert(
@@ -33,35 +36,12 @@ def convert(
 
     Example: oelm convert bert-base-uncased --method oelm --out bert-oelm
     """
-    from oelm.convert import convert as convert_model
-    from oelm.data.tokenizer import load_tokenizer
-    from oelm.models.folder import check_new_folder, model_card, short_name, write_model
-    from oelm.models.pretrained import check_checkpoint, load_as_saved
-    from oelm.training.lineage import model_folder as run_model
+    from oelm.models.folder import convert_checkpoint
+    from oelm.training.lineage import model_folder
 
-    check_new_folder(out)
     chosen = _method(method, set_ or [])
     texts = _lines(sample) if sample is not None else None
-    model = run_model(model)
-    check_checkpoint(model)
-    words = load_tokenizer(tokenizer or model)
-    loaded = load_as_saved(model)
-    rows = int(loaded.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    if len(words) > rows:
-        raise UserError(
-            f"the tokenizer of {tokenizer or model} has {len(words):,} tokens, but the model knows {rows:,}; "
-            "name its own with --tokenizer"
-        )
-    report = convert_model(
-        loaded, chosen, seed=seed, sample=_batch(words, texts) if texts is not None else None
-    )
-    title = f"{short_name(model)}, converted by `{report.method}`"
-    card = model_card(title, loaded, report, model, [UNTRAINED])
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_model(out, loaded, words, card)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}; name another folder") from None
+    report = convert_checkpoint(model_folder(model), chosen, out, seed, tokenizer, texts)
     if as_json:
         say(json.dumps(report.to_dict()))
         return
@@ -69,16 +49,11 @@ def convert(
     say(f"saved in {out}")
 
 
-UNTRAINED = "It was converted and not trained since: fine-tune it before use."
-
-
-def _method(name: str, assignments: list[str]) -> Any:
-    from oelm.config import from_assignment, make_config, update
+def _method(name: str, assignments: list[str]) -> "Method":
+    from oelm.config import make_config, overrides
     from oelm.method import Method
 
-    values: dict[str, Any] = {"method": {"name": name}}
-    for assignment in assignments:
-        update(values, from_assignment(assignment))
+    values = overrides({"method.name": name}, assignments)
     if set(values) != {"method"}:
         raise UserError("oelm convert --set takes keys of [method] only, for example method.init=fresh")
     return Method.from_dict(make_config(values, "options").method.overrides())
@@ -93,18 +68,3 @@ def _lines(path: Path) -> list[str]:
     if not lines:
         raise UserError(f"--sample {path} holds no text; write one text per line")
     return lines
-
-
-def _batch(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
-    import torch
-
-    from oelm.data.tokenizer import pad_id
-
-    rows = tokenizer(texts, truncation=True, max_length=SAMPLE_TOKENS)["input_ids"]
-    rows = [row for row in rows if row]
-    if not rows:
-        raise UserError("--sample has no tokens; give it more text")
-    real = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
-    ids = torch.full(real.shape, pad_id(tokenizer))
-    ids[real] = torch.tensor([token for row in rows for token in row])
-    return {"input_ids": ids, "attention_mask": real.long()}
