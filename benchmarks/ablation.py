@@ -35,6 +35,7 @@ from oelm.speed.forward import FastForward
 from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -113,9 +114,10 @@ class Arm:
         with self.patch(), same_bits(True, self.state.device):
             objective = make_objective(store, store.max_length, 0.0, "none")
             raw, _ = build_model(config, store, objective.auto_class)
-            self.step = make_step(config, objective, raw, self.state)
+            resolved = resolve_run(config, objective, self.state.device)
+            self.step = make_step(resolved, objective, raw, self.state)
             self.step.model.train()
-        self.batches = objective.plan("train", batch, None, 0).epoch(0)
+        self.batches = resolved.plan.epoch(0)
         recorded = self.step.paths()["eager"] is None
         self.time(2 * len(self.batches) + 1 if recorded else 5)
 

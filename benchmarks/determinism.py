@@ -27,6 +27,7 @@ from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 
 
@@ -72,9 +73,10 @@ class Steps:
         with self.mode():
             objective = make_objective(store, store.max_length, 0.0, "none")
             raw, _ = build_model(config, store, objective.auto_class)
-            self.step = make_step(config, objective, raw, self.state)
+            resolved = resolve_run(config, objective, self.state.device)
+            self.step = make_step(resolved, objective, raw, self.state)
             self.step.model.train()
-        self.batches = objective.plan("train", batch, None, 0).epoch(0)
+        self.batches = resolved.plan.epoch(0)
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
         return same_bits(self.wanted, self.state.device)

@@ -43,7 +43,8 @@ from oelm.study.statistics import equivalence
 from oelm.system.files import write_json
 from oelm.training.folder import environment
 from oelm.training.loop import train
-from oelm.training.parallel import process_state, resolve_precision
+from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_precision
 
 ARMS = ("fast", "plain", "trainer")
 LAST = 20  # training steps whose mean loss is the final training loss

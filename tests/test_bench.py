@@ -474,7 +474,7 @@ def test_rounds_that_disagree_are_said_to() -> None:
         (["--work", ""], "nothing is named"),
         (["--work", "lm", "--rest", "-1"], "0 or more"),
         (["--work", "lm", "--rest", "nan"], "0 or more"),
-        (["--read", str(RECORDS / "h200.json"), "--json", "b.json"], "one that is measured"),
+        (["--read", str(RECORDS / "h200.json"), "--json", "b.json"], "keep one of them"),
         (["--json", str(RECORDS)], "is a folder; name a file"),
         ([*TINY, "--work", "lm", "--leave-out", "ours,hf-lm,hf-lm-compiled,nanogpt"], "nothing to measure"),
         (["--data", str(RECORDS / "h200.json")], "is not a prepared data set"),

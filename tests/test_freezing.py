@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import oelm
-from oelm.cli.run import resolve_config
+from oelm.config import resolve_config
 from oelm.method import PRESETS, Method
 from oelm.models.families import family_of, layers_of, relative_name, whole_model_roles
 from tests.data.made import parquet
@@ -39,7 +39,7 @@ def classifier(name):
 
 def trained(name, method, *assignments):
     """The names of what trains under a method named as on the command line."""
-    config = resolve_config(None, None, {"method.name": method}, [*assignments])
+    config = resolve_config({}, None, {"method.name": method}, [*assignments])
     model = classifier(name)
     oelm.convert(model, Method.from_dict(config.method.overrides()), seed=0)
     oelm.audit(model)

@@ -1,14 +1,16 @@
-"""The run configuration: plain dataclasses, TOML on disk, the same keys everywhere.
+"""What a user may say about a run: frozen dataclasses, TOML on disk, the same keys everywhere.
 
 The dataclasses need nothing but the standard library, so a training process can be handed one. At the
-edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys.
+edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys. What the data and
+the machine add to it: `oelm.training.resolve`.
 """
 
 import functools
 import json
+import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -21,9 +23,9 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
-@dataclass
+@dataclass(frozen=True)
 class TaskConfig:
-    """What is learned: a task by name, a user's file, or the folder of a prepared store (`data`)."""
+    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
@@ -32,7 +34,7 @@ class TaskConfig:
     text: str = "text"
     text_pair: str | None = None
     label: str = "label"
-    target: str | None = None  # a text to be written for the text: sequence to sequence
+    target: str | None = None  # column of the text to write: sequence to sequence
     test_file: str | None = None
     train_on: str | None = None
     train_size: int | None = None
@@ -43,7 +45,7 @@ class TaskConfig:
     data_dir: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     """A named size of the reference GPT, a hub id, or a folder. `None` keeps the model's own value."""
 
@@ -59,10 +61,10 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
-                raise UserError(f"model.{name} must be at least 0 and less than 1, but is {value}")
+                raise UserError(f"model.{name} must be at least 0 and below 1, got {value}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MethodConfig:
     """A preset's name; the other fields override it (see `oelm.Method`)."""
 
@@ -80,7 +82,27 @@ class MethodConfig:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-@dataclass
+# Two ways to say how long, and how large a batch: a run has one of each pair.
+ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
+
+# Keys of [training], which of their values are allowed, and that in words.
+BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (
+        ("lr", "epochs", "steps", "batch_size", "batch_tokens", "accumulate", "keep", "log_every", "eps"),
+        lambda value: 0 < value < math.inf,
+        "positive",
+    ),
+    (
+        ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping"),
+        lambda value: 0 <= value < math.inf,
+        "0 or more",
+    ),
+    (("label_smoothing", "chance_after"), lambda value: 0 <= value <= 1, "between 0 and 1"),
+    (("layer_decay",), lambda value: 0 < value <= 1, "above 0 and at most 1"),
+)
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """How it is learned. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
 
@@ -98,13 +120,13 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     clip: float = 1.0  # 0: no clipping
-    layer_decay: float = 1.0  # the rate of each layer is that of the one above times this
+    layer_decay: float = 1.0  # each layer's learning rate is that of the layer above times this
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     gradient_checkpointing: bool = False
     fast: bool = True  # packed texts, compiled blocks, CUDA graphs, where the hardware has them
-    fallback: bool = True  # where the fast path gives numbers that are not finite, go on by the plain one
+    fallback: bool = True  # where the fast path gives NaN or infinity, continue on the plain path
     deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps; 0: at the end of every epoch
@@ -112,63 +134,44 @@ class TrainingConfig:
     keep: int = 2  # checkpoints, besides the best
     log_every: int = 10
     early_stopping: int = 0  # evaluations without improvement before stopping; 0: never
-    choose_on: Literal["validation", "test", "last"] = "validation"  # "test" is the published habit
+    choose_on: Literal["validation", "test", "last"] = "validation"  # "test": as some reports did
     chance_after: float = 0.3  # share of the steps after which a run must beat the majority class
     stop_at_chance: bool = False
-    test: bool = True  # False: only validation is looked at, for a run that serves a choice
-    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow, trackio
+    test: bool = True  # False: never evaluate the test split, for a trial that chooses a learning rate
+    trackers: tuple[str, ...] = ()  # tensorboard, wandb, mlflow, trackio
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.epochs is not None:
-            raise UserError("training.steps and training.epochs are both given; keep one")
-        if self.batch_size is not None and self.batch_tokens is not None:
-            raise UserError("training.batch_size and training.batch_tokens are both given; keep one")
-        if self.early_stopping and self.choose_on == "last":
-            raise UserError(
-                "training.early_stopping needs a best evaluation, which choose_on = 'last' ignores"
-            )
+        for one, other in ALTERNATIVES:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise UserError(f"training.{one} and training.{other} are both given; keep one")
+        # The only way to give a frozen dataclass a default that depends on another field.
         if self.steps is None and self.epochs is None:
-            self.epochs = 3.0
+            object.__setattr__(self, "epochs", 3.0)
         if self.batch_size is None and self.batch_tokens is None:
-            self.batch_size = 16
-        for name in (
-            "lr",
-            "epochs",
-            "steps",
-            "batch_size",
-            "batch_tokens",
-            "accumulate",
-            "keep",
-            "log_every",
-            "eps",
-        ):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"training.{name} must be positive, not {value}")
-        for name in ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"training.{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("label_smoothing", "chance_after"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"training.{name} must lie between 0 and 1, but is {getattr(self, name)}")
-        if not 0 < self.layer_decay <= 1:
-            raise UserError(f"training.layer_decay must be above 0 and at most 1, but is {self.layer_decay}")
+            object.__setattr__(self, "batch_size", 16)
+        if self.early_stopping and self.choose_on == "last":
+            raise UserError("training.early_stopping needs a best evaluation; choose_on = 'last' has none")
+        for names, fits, must in BOUNDS:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise UserError(f"training.{name} must be {must}, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"training.betas must lie between 0 and 1, but are {self.betas}")
+            raise UserError(f"training.betas must be at least 0 and below 1, got {list(self.betas)}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ArmConfig:
     """Which arm of a study a run belongs to, where that is more than its method."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str | None = None  # None: the method's
-    differs_in: list[str] = field(default_factory=list)  # keys such as training.warmup, of all arms together
+    differs_in: tuple[str, ...] = ()  # keys in which the study's arms differ, such as training.warmup
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     """One run. `experiment` is the ID of the published experiment it repeats, if any."""
 
@@ -188,8 +191,10 @@ class RunConfig:
         return values
 
     def identity(self, files: bool = True) -> dict[str, Any]:
-        """What decides the result: where data lies and how often it is logged or saved does not. Nor do the
-        names of a user's `files`, where it is known that they hold the same."""
+        """The keys that decide the result: not where the data lies, nor how often the run logs or saves.
+
+        `files=False` leaves out the names of a user's files, where they are known to hold the same rows.
+        """
         values = self.to_dict()
         values.pop("arm", None)
         for name in () if files else ("data", "test_file"):
@@ -207,44 +212,31 @@ class RunConfig:
 # Keys that do not change what a run computes.
 INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fallback")}
 
-# Keys added later, with the value that means what was done before: left out of the identity while they have
-# that value, so that older records keep theirs.
+# Keys added later: left out of the identity while they have their default, so that older records keep theirs.
 LATER = {"training": {"layer_decay": 1.0, "fast": True, "deterministic": True}}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {
-    "task": "task.name",
-    "data": "task.data",
-    "text": "task.text",
-    "text_pair": "task.text_pair",
-    "label": "task.label",
-    "target": "task.target",
-    "test_file": "task.test_file",
-    "train_size": "task.train_size",
-    "train_on": "task.train_on",
-    "max_length": "task.max_length",
-    "max_target_length": "task.max_target_length",
-    "tokenizer": "task.tokenizer",
-    "data_dir": "task.data_dir",
-    "model": "model.name",
-    "method": "method.name",
-    "lr": "training.lr",
-    "epochs": "training.epochs",
-    "steps": "training.steps",
-    "batch_size": "training.batch_size",
-    "batch_tokens": "training.batch_tokens",
-    "precision": "training.precision",
-    "seed": "training.seed",
-}
+    **{name: f"{name}.name" for name in ("task", "model", "method")},
+    **{
+        name: f"task.{name}"
+        for name in ("data", "text", "text_pair", "label", "target", "test_file", "train_size", "train_on",
+                     "max_length", "max_target_length", "tokenizer", "data_dir")
+    },
+    **{
+        name: f"training.{name}"
+        for name in ("lr", "epochs", "steps", "batch_size", "batch_tokens", "precision", "seed")
+    },
+}  # fmt: skip
 
 
 def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
-    """Check a nested mapping and make a RunConfig of it; say which key is wrong and what it may be."""
+    """A RunConfig from a nested mapping; an error names the wrong key and what it may be."""
     return checked(RunConfig, values, where)
 
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a nested mapping; the first key that is wrong is named."""
+    """A dataclass from a nested mapping; an error names the first wrong key."""
     from pydantic import ValidationError
 
     try:
@@ -261,13 +253,14 @@ def _adapter(kind: Any) -> Any:
 
 
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from its own `to_dict`, without pydantic: for a process that was handed one."""
+    """The inverse of `RunConfig.to_dict`, without pydantic: for a process that was handed one."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
     return RunConfig(**{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()})
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if key == "betas" else value for key, value in values.items()}
+    """JSON and TOML have lists where a config has tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _explain(error: Any, kind: Any) -> str:
@@ -289,31 +282,55 @@ def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
 
 
 def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
-    """A TOML file as nested dictionaries; a file that is none is refused with the place of the mistake."""
+    """A TOML file as nested dictionaries; an error says in which line the file is wrong."""
     try:
         return tomllib.loads(read_file(Path(path), follow).decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{path}: no such file; check the path") from None
     except RecursionError:
         raise UserError(f"{path} is not a TOML file: it is nested too deeply") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a TOML file: {error}") from None
 
 
-# Two ways to say how long, and how large a batch: of each pair a run has one.
-ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
+def flag_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given, by their keys: `lr` -> `training.lr`."""
+    return {FLAGS[flag]: value for flag, value in given.items() if value is not None}
+
+
+def resolve_config(
+    base: Mapping[str, Any], file: Path | None, flags: Mapping[str, Any], assignments: Iterable[str]
+) -> RunConfig:
+    """The config a user asks for: `base` (an experiment's values) overridden by a file, flags and --set."""
+    values = merge({}, base)
+    if file is not None:
+        merge(values, read_toml(file))
+    asked = overrides(flags, assignments)
+    task, model = (values[name] if isinstance(values.get(name), dict) else {} for name in ("task", "model"))
+    if "name" in asked.get("model", {}) and task.get("tokenizer") == model.get("name"):
+        task.pop("tokenizer", None)  # drop the previous model's tokenizer
+    return make_config(merge(values, asked), "options" if file is None else str(file))
+
+
+def overrides(flags: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Flags (`training.lr` -> value) and --set assignments as one nested mapping.
+
+    One, so that --steps contradicts --set training.epochs instead of replacing it.
+    """
+    values: dict[str, Any] = {}
+    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
+        update(values, part)
+    return values
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` overridden by `over`, in place.
-
-    The two ways to say how long and how large a batch exclude each other: naming one drops the other.
-    """
-    for one, other in ALTERNATIVES:
-        for given, replaced in ((one, other), (other, one)):
-            training = over.get("training", {})
-            if given in training and replaced not in training:
-                base.get("training", {}).pop(replaced, None)
+    """`base` overridden by `over`, in place; naming one of two ALTERNATIVES drops the other."""
+    old, new = base.get("training"), over.get("training")
+    if isinstance(old, dict) and isinstance(new, Mapping):
+        for one, other in ALTERNATIVES:
+            for named, dropped in ((one, other), (other, one)):
+                if named in new and dropped not in new:
+                    old.pop(dropped, None)
     return update(base, over)
 
 
@@ -358,7 +375,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         line = text[: error.start].rpartition("\n")[2] + text[error.start :].partition("\n")[0]
-        raise UserError(f"{line!r} is not text in UTF-8; rename it") from None
+        raise UserError(f"{line!r} cannot be written as UTF-8; rename it") from None
     return text
 
 
@@ -367,7 +384,7 @@ def _toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    # TOML's strings, numbers and booleans are JSON's, but for one character and surrogate pairs in escapes.
+    # TOML writes strings, numbers and booleans as JSON does, except for DEL and surrogate pairs in escapes.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

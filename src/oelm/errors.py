@@ -1,30 +1,30 @@
-"""Errors a user meets as one line, and why a run failed as data: a kind, never a text to search in."""
+"""Errors that a user sees as one line, and the kinds of failure that a record names."""
 
 from collections.abc import Sequence
 
 REQUEUE = 75  # EX_TEMPFAIL: the exit code that schedulers take as "start me again"
 
 
-# Kinds of failure. Only an outcome says something about the method, and only an outcome rules a learning
-# rate out. Everything else is a fault: the run is made again, and no conclusion is drawn without it.
+# Kinds of failure. Only an outcome says something about the method and rules a learning rate out. A fault
+# decides nothing: the run is repeated, and no conclusion is drawn without it.
 OUTCOMES = {
     "diverged": "a loss, gradient or weight is not finite",
     "at_chance": "stopped at chance level, where training.stop_at_chance asks for it",
 }
 FAULTS = {
-    "memory": "the machine has no memory left",
-    "gpu_memory": "the GPU has no memory left",
+    "memory": "the machine is out of memory",
+    "gpu_memory": "the GPU is out of memory",
     "disk": "files could not be written or read",
     "process": "a process was lost or told to stop",
     "device": "the GPU failed",
-    "software": "an error in the software",
-    "input": "something given cannot be used",
-    "unknown": "the record, an old one, does not say why",
+    "software": "a bug",
+    "input": "an input cannot be used",
+    "unknown": "an older record that does not say why",
 }
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used. The message says what, where, and what to do."""
+    """An input cannot be used. The message says what is wrong, where, and what to do, in one line."""
 
 
 class FolderInUse(UserError):
@@ -40,7 +40,7 @@ class AuditError(RuntimeError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on: what happened, of which kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
+    """A run failed: what happened, its kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
 
     def __init__(self, reason: str, kind: str = "software", advice: str = "") -> None:
         super().__init__(f"{reason}; {advice}" if advice else reason)
@@ -48,4 +48,4 @@ class RunError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A run was told to stop, and saved what it had: started again, it goes on from there."""
+    """A run was told to stop and saved a checkpoint: the same command resumes it."""

@@ -179,7 +179,7 @@ def test_memory_that_does_not_suffice_is_no_damage(tmp_path: Path) -> None:
     (folder / "store.json").write_text(json.dumps(manifest.seal(meta, folder)))
     done = subprocess.run([sys.executable, "-c", STARVED, str(folder)], text=True, capture_output=True)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("oelm: memory did not suffice: ") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("oelm: out of memory: ") and "Traceback" not in done.stderr
     assert "damaged" not in done.stderr and "train.offsets.npy" in done.stderr
 
 

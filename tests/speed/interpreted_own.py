@@ -25,6 +25,7 @@ from oelm.speed.kernels import adamw_triton, joint_triton, norm_triton
 from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows
 from oelm.speed.packed import portable
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0]
@@ -256,7 +257,8 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
         task = make_objective(store, 32, 0.0, "none")
         model, _ = build_model(settings, store, task.auto_class)
         before = [p.detach().clone() for p in model.parameters()]
-        made = FastStep(settings, task, model, process_state())
+        state = process_state()
+        made = FastStep(resolve_run(settings, task, state.device), task, model, state)
         made.optimizer = make_optimizer(model, settings.training, RecordableAdamW)
         made.graphed = made._make_graphed()
         with pytest.MonkeyPatch.context() as patch:

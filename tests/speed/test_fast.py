@@ -23,6 +23,7 @@ from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import set_aside
 from oelm.training import parallel
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
 from oelm.training.step import AHEAD, PlainStep, make_step
 from tests.training.runs import make_store
@@ -37,16 +38,23 @@ def store(tmp_path_factory):
 
 def config(**values):
     model = {"name": "gpt-tiny", **values.pop("model", {})}
-    return make_config({"task": {"data": "x", "max_length": 32}, "model": model, "training": values})
+    tables = {"method": {"name": values.pop("method", "baseline")}, "model": model, "training": values}
+    return make_config({"task": {"data": "x", "max_length": 32}, **tables})
 
 
 def objective(store):
     return make_objective(store, 32, 0.0, "none")
 
 
+def made(kind, settings, task, model):
+    """A step of this kind (or `make_step`'s) for a model."""
+    state = process_state()
+    return kind(resolve_run(settings, task, state.device), task, model, state)
+
+
 def recorded_step(settings, task, model):
     """A step as it is recorded, without a GPU to record it."""
-    step = FastStep(settings, task, model, process_state())
+    step = made(FastStep, settings, task, model)
     step.optimizer = make_optimizer(model, settings.training, RecordableAdamW)
     step.graphed = step._make_graphed()
     return step
@@ -114,14 +122,16 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     """Run as it stands: the weights of plain steps, with half-precision copies, clipping inside the
     optimizer and gradients written in place of added ones."""
     monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
-    settings = config(clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1)
-    settings.method.name = method
+    settings = config(
+        clip=0.1, precision="bf16", accumulate=accumulate, batch_size=16, epochs=1, method=method
+    )
     weights, losses = [], []
     for graphed in (False, True):
         task = objective(store)
         model, _ = build_model(settings, store, task.auto_class)
-        make = recorded_step if graphed else lambda *given: PlainStep(*given, process_state())
-        step = make(settings, task, model)
+        step = made(PlainStep, settings, task, model)
+        if graphed:
+            step = recorded_step(settings, task, model)
         batches = task.plan("train", 16, None, 1).epoch(0)
         model.train()
         losses.append([step.take(k, batches, k)[:2] for k in range(6)])
@@ -169,16 +179,16 @@ def test_half_precision_copies_hold_what_autocast_makes(store):
 def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which):
     """As a step that is made of those weights does."""
     monkeypatch.setattr(fast, "MOST_GRAPHS", 0)
-    settings, task = config(precision="bf16", batch_size=16, epochs=1), objective(store)
-    settings.method.name = "oelm"
+    settings = config(precision="bf16", batch_size=16, epochs=1, method="oelm")
+    task = objective(store)
     batches = task.plan("train", 16, None, 1).epoch(0)
 
-    def made(model):
+    def trained(model):
         model.train()
         return recorded_step(settings, task, model)
 
     model, _ = build_model(settings, store, task.auto_class)
-    step = made(model)
+    step = trained(model)
     before = [float(step.take(k, batches, k)[0]) for k in range(2)]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -188,7 +198,7 @@ def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which
     other = copy.deepcopy(model)
     step.forward.install()
     loss = step.take(2, batches, 0)[0]
-    assert torch.equal(loss, made(other).take(2, batches, 0)[0])
+    assert torch.equal(loss, trained(other).take(2, batches, 0)[0])
     assert float(loss) != before[0]
 
 
@@ -225,7 +235,7 @@ def test_padded_batches_have_round_widths(store):
 def test_why_a_run_is_not_fast_is_said(store):
     task = objective(store)
     model, _ = build_model(config(), store, task.auto_class)
-    step = FastStep(config(), task, model, process_state())
+    step = made(FastStep, config(), task, model)
     assert "GPU" in step._why_padded() and "GPU" in step._why_eager() and "no CUDA graphs" in str(step)
     step.state, step.precision = SimpleNamespace(device=GPU, num_processes=1), "bf16"
     assert step._why_padded() is None and step._why_eager() is None
@@ -266,11 +276,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
         task = objective(store)
         settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        step = (
-            recorded_step(settings, task, model)
-            if recorded
-            else make_step(settings, task, model, process_state())
-        )
+        step = recorded_step(settings, task, model) if recorded else made(make_step, settings, task, model)
         if recorded:
             graphed = step.graphed
 
@@ -295,7 +301,7 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
     for fused in (True, False):
         task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
         model, _ = build_model(settings, store, task.auto_class)
-        step = make_step(settings, task, model, process_state())
+        step = made(make_step, settings, task, model)
         for group in (step.optimizer.defaults, *step.optimizer.param_groups):
             group["fused"] = fused
         batches = task.plan("train", 8, None, 1).epoch(0)
@@ -313,9 +319,9 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     settings = config(batch_size=4, steps=100)
     task = make_objective(store, 32, 0.0, "none")
     model, _ = build_model(settings, store, task.auto_class)
-    assert not make_step(settings, task, model, process_state()).reads_ahead
+    assert not made(make_step, settings, task, model).reads_ahead
     monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
-    step = make_step(settings, task, model, process_state())
+    step = made(make_step, settings, task, model)
     assert step.reads_ahead
     asked = []
     monkeypatch.setattr(

@@ -167,6 +167,7 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     from oelm.data.tasks.objective import make_objective
     from oelm.models.build import build_model
     from oelm.training.parallel import process_state
+    from oelm.training.resolve import resolve_run
     from oelm.training.step import make_step
 
     store = made_texts("some", [40, 100, 7, 64] * 40, vocab, 128)
@@ -182,7 +183,8 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     )
     objective = make_objective(store, 128, 0.0, "none")
     model, _ = build_model(config, store, objective.auto_class)
-    step = make_step(config, objective, model, process_state())
+    state = process_state()
+    step = make_step(resolve_run(config, objective, state.device), objective, model, state)
     step.model.train()
     return step, objective.plan("train", 8, None, 1).epoch(0)
 

@@ -20,6 +20,7 @@ from oelm.speed.live_rows import live_weights, set_aside
 from oelm.speed.row_windows import RowWindows
 from oelm.training.loop import train
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from tests.data.made import write_csv
 
 WORDS = 600
@@ -147,7 +148,8 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
         objective = make_objective(store, 8, 0.0, "none")
         asked = config(clip=0)
         raw, _ = build_model(asked, store, objective.auto_class)
-        made = fast_step.FastStep(asked, objective, raw, process_state())
+        state = process_state()
+        made = fast_step.FastStep(resolve_run(asked, objective, state.device), objective, raw, state)
         raw.train()
         plan = objective.plan("train", 4, None, 1).epoch(0)
         for step in range(20):

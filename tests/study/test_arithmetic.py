@@ -4,10 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from oelm.config import make_config, read_toml, rebuild_config
+from oelm.config import ArmConfig, make_config, read_toml, rebuild_config
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.design import make_study
@@ -77,8 +78,7 @@ def test_a_trial_that_diverged_by_both_paths_is_a_result_like_any_other():
 def test_arms_that_compute_the_same_stay_apart():
     """A study of a method against itself shows how much noise there is."""
     one, other = pairs(0.1), pairs(0.1)
-    for record in other:
-        record.config.arm.name = f"{record.method} again"
+    other = [replace(r, config=replace(r.config, arm=ArmConfig(name=f"{r.method} again"))) for r in other]
     analysis = analyse_records([*one, *other], None)
     assert sorted(analysis.groups[0].arms) == ["baseline", "baseline again", "oelm", "oelm again"]
     assert analysis.copies == 0
@@ -189,7 +189,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
     configs = [setting.run_config(cell) for cell in cells]
     assert [c.training.warmup for c in configs] == [100, 0, 100]
     assert [c.model.dropout for c in configs] == [None, None, 0.1]
-    assert all(c.arm.differs_in == ["model.dropout", "training.warmup"] for c in configs)
+    assert all(c.arm.differs_in == ("model.dropout", "training.warmup") for c in configs)
     assert [c.arm.name for c in configs] == [None, "no warm-up", "wet"]
     identities = [setting.identity(cell) for cell in cells]
     assert len({i.setting for i in identities}) == 1 and len({i.key for i in identities}) == 3

@@ -18,6 +18,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
+from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.folder import StudyFolder
@@ -464,9 +465,7 @@ def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
 
 def make_widening(study):
     """A study whose grid has been widened as far as it may."""
-    study.table.widen = 1
-    study.table.lrs = study.table.lrs[1:]
-    return study
+    return replace(study, table=replace(study.table, widen=1, lrs=study.table.lrs[1:]))
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)
@@ -514,10 +513,11 @@ def test_chinese_is_chinese_and_has_the_same_numbers(study):
 )
 def test_the_summary_fits_a_terminal(method, lang):
     records = pairs(-12.3, spread=30.0) + pairs(1.0, task="tinystories", base=12345.6)
-    for record in records:
-        if record.method == "oelm" and method != "oelm":
-            record.config.method.name = method
-            record.config.method.freeze = {"q": "all"}
+    if method != "oelm":
+        chosen = MethodConfig(name=method, freeze={"q": "all"})
+        records = [
+            replace(r, config=replace(r.config, method=chosen)) if r.method == "oelm" else r for r in records
+        ]
     text = summary(analyse_records(records, None), lang)
     assert max(map(cell_len, text.splitlines())) <= 80
     assert "baseline" in text and method[:8] in text

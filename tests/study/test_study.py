@@ -175,7 +175,7 @@ def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypa
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "5", "--dry-run"]
     found = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "s")])
     assert found.exit_code == 0, found.output
-    assert "4 runs to choose + 10 measured" in found.output and "14 runs" in found.output
+    assert "4 trials + 10 measured runs" in found.output and "14 runs" in found.output
     assert not (tmp_path / "s").exists()
 
 
@@ -295,7 +295,7 @@ def test_told_to_stop_it_saves_and_goes_on(data, tmp_path):
     assert wait_for_progress(process, broken, extra=0.2)
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "goes on from there" in text
+    assert process.returncode == 75 and "run the same command again to resume" in text
     code, text = run(data, broken, *more, "--stop-after", "8s")
     assert code in (0, 75), text
     if code == 75:

@@ -116,7 +116,10 @@ def test_a_full_disk_is_one_line(run):
             [sys.executable, "-m", "oelm", "predict", str(run)], input="fine\n", stdout=full,
             stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
-    assert done.returncode == 1 and done.stderr == "oelm: there is no space left; make some and start again\n"
+    assert (
+        done.returncode == 1
+        and done.stderr == "oelm: no space left on the disk; free some and run the same command again\n"
+    )
 
 
 def test_a_saved_model_reads_as_far_as_its_run_did(run, world):

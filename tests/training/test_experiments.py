@@ -1,5 +1,8 @@
 """Every published experiment runs: its own configuration, two steps, on stand-in data."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import transformers
@@ -56,19 +59,14 @@ def stand_ins(tmp_path_factory):
 
 def two_steps(name, root, out):
     config = experiment_config(name)
-    config.task.data_dir = str(root / "data")
-    config.training.steps, config.training.epochs = 2, None
-    config.training.save_every = 0
-    bert = config.model.name == "bert-base-uncased"
-    if bert:
-        config.task.tokenizer = str(root / "bert")
-        folder = root / f"bert-{config.task.name}"
-        if not folder.exists():
-            transformers.BertModel(transformers.BertConfig()).save_pretrained(folder)
-        config.model.name = str(folder)
-    else:
-        config.task.tokenizer = "train:300"
-    task = config.task
+    model, tokenizer = config.model.name, "train:300"
+    if model == "bert-base-uncased":
+        tokenizer, model = str(root / "bert"), str(root / f"bert-{config.task.name}")
+        if not Path(model).exists():
+            transformers.BertModel(transformers.BertConfig()).save_pretrained(model)
+    task = replace(config.task, data_dir=str(root / "data"), tokenizer=tokenizer)
+    training = replace(config.training, steps=2, epochs=None, save_every=0)
+    config = replace(config, task=task, model=replace(config.model, name=model), training=training)
     choice = Choice(
         str(task.name),
         train_on=task.train_on,

@@ -12,11 +12,11 @@ import torch
 import transformers
 from tokenizers import BertWordPieceTokenizer
 
-from oelm.cli.run import resolve_config
-from oelm.inference.trained import prepared_store
+from oelm.config import resolve_config
 from oelm.models.build import build_model
 from oelm.orthogonal import q_factor, to_blocks, to_weight
-from oelm.study.catalogue import list_experiments
+from oelm.study.catalogue import experiment_config, list_experiments
+from oelm.training.resolve import prepare_data
 from tests.command_line import caller
 from tests.data.made import parquet, sentence
 
@@ -67,7 +67,7 @@ def test_runs_by_name_from_local_folders(name, oelm_cli, world, tmp_path):
     assert (results["status"], results["experiment"], results["model"]) == ("completed", name, "bert")
     assert results["parameters"]["frozen"] == (2 * 2 * (32 * 32 + 32) if name.endswith("02") else 0)
     assert results["best"]["split"] == ("validation" if name.startswith("XNLI") else "test")
-    config = resolve_config(name, None, {}, [])
+    config = resolve_config(experiment_config(name).to_dict(), None, {}, [])
     batch = 16 if name.startswith("XNLI") else 32
     assert (config.training.batch_size, config.task.max_length, config.training.epochs) == (batch, 128, 3)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -80,8 +80,8 @@ def test_runs_by_name_from_local_folders(name, oelm_cli, world, tmp_path):
 def start_of(name, world, monkeypatch):
     monkeypatch.setenv("OELM_CACHE_DIR", str(world / "cache"))
     monkeypatch.setenv("OELM_DATA_DIR", str(world / "data"))
-    config = resolve_config(name, None, {"model.name": str(world / "bert")}, [])
-    store = prepared_store(config, show=False)
+    config = resolve_config(experiment_config(name).to_dict(), None, {"model.name": str(world / "bert")}, [])
+    config, store = prepare_data(config, torch.device("cpu"), show=False)
     model, report = build_model(config, store, "AutoModelForSequenceClassification")
     return model, report, store
 
@@ -133,12 +133,13 @@ def test_pairs_are_encoded_as_bert_wants_them(world, monkeypatch):
 
 @pytest.mark.parametrize("name", [e.id for e in list_experiments()])
 def test_another_model_brings_its_tokenizer_where_the_first_did(name):
-    config = resolve_config(name, None, {}, [])
+    config = resolve_config(experiment_config(name).to_dict(), None, {}, [])
     own = config.task.tokenizer == config.model.name
     assert own == (name in BERT)
-    other = resolve_config(name, None, {"model.name": "folder"}, [])
+    other = resolve_config(experiment_config(name).to_dict(), None, {"model.name": "folder"}, [])
     assert other.task.tokenizer == (None if own else config.task.tokenizer)
-    asked = resolve_config(name, None, {"model.name": "folder", "task.tokenizer": "gpt2"}, [])
+    flags = {"model.name": "folder", "task.tokenizer": "gpt2"}
+    asked = resolve_config(experiment_config(name).to_dict(), None, flags, [])
     assert asked.task.tokenizer == "gpt2"
 
 

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from oelm.config import make_config
 from oelm.data.tasks.objective import make_objective
 from oelm.errors import UserError
-from oelm.inference.trained import Trained, prepared_store
+from oelm.inference.trained import Trained
 from oelm.models.build import _refuse_seeing_ahead, build_model
 from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
 from oelm.training.lineage import notes_on_start
+from oelm.training.resolve import prepare_data
 from tests import tiny
 from tests.command_line import caller
 from tests.data.made import parquet, sentence, wordpiece
@@ -72,7 +73,7 @@ def built(run, task, method, **more):
     """The model of a run that starts here, before its first step, and its store."""
     values = {"task": {"name": task, "max_length": 48} | more, "model": {"name": str(run)}}
     config = make_config(values | {"method": {"name": method}})
-    store = prepared_store(config, show=False)
+    config, store = prepare_data(config, torch.device("cpu"), show=False)
     model, report = build_model(config, store, make_objective(store, 48, 0.0, "none").auto_class)
     return model.eval(), report, store
 

@@ -142,7 +142,7 @@ def test_told_to_stop_it_saves_and_asks_to_be_requeued(
     running.send(number)
     ended = running.end()
     assert ended.code == 75, ended.text
-    assert "the same command goes on" in ended.message
+    assert "run the same command again to resume" in ended.message
     results = json.loads((out / "results.json").read_text())
     assert results["status"] == "interrupted"
     assert ("Ctrl-C" if number == signal.SIGINT else number.name) in results["reason"]

@@ -22,11 +22,14 @@ from oelm.data.tasks import metrics
 from oelm.data.tasks.objective import make_objective
 from oelm.data.trivial_baselines import trivial_references
 from oelm.data.writer import copy_store
-from oelm.inference.trained import Trained, prepared_store
+from oelm.inference.trained import Trained
 from oelm.study.items import item_bootstrap, mcnemar
 from oelm.training.loop import train
+from oelm.training.resolve import prepare_data
 from tests.data.made import byte_pairs, ciphers, unigram_pieces
 from tests.training.runs import Machine, Strike, outcome
+
+CPU = torch.device("cpu")
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("t5", "bart")
@@ -285,10 +288,10 @@ def test_models_that_cannot_write_are_refused(tmp_path: Path) -> None:
     values = config_of(tmp_path, steps=2)
     config = make_config(values | {"model": {"name": "gpt-tiny"}})
     with pytest.raises(oelm.UserError, match="gpt-tiny is not an encoder-decoder, and writing targets"):
-        prepared_store(config, show=False)
+        prepare_data(config, CPU, show=False)
     save_model("t5", tmp_path / "model")
     store = store_of(tmp_path)
-    config.task.max_length = 16
+    config = replace(config, task=replace(config.task, max_length=16))
     with pytest.raises(oelm.UserError, match="gpt-tiny is not an encoder-decoder"):
         train(config, store, tmp_path / "run", show=False)
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": store.vocab_size}
@@ -304,7 +307,7 @@ def test_models_that_cannot_write_are_refused(tmp_path: Path) -> None:
         with pytest.raises(oelm.UserError, match=said):
             train(config, store, tmp_path / "run", show=False)
     config = make_config(values | {"model": {"name": str(tmp_path / "short")}})
-    config.task.max_length = 12
+    config = replace(config, task=replace(config.task, max_length=12))
     long = store_of(tmp_path, max_length=12, max_target_length=13)
     with pytest.raises(oelm.UserError, match=r"task\.max_target_length 13 exceeds the 12 positions"):
         train(config, long, tmp_path / "run", show=False)
@@ -318,9 +321,9 @@ def test_a_prepared_store_keeps_its_lengths(tmp_path: Path) -> None:
     values = config_of(tmp_path, steps=2)
     values["task"] = {"data": str(folder), "max_target_length": 9}
     with pytest.raises(oelm.UserError, match="was prepared with max_target_length 7, not 9"):
-        prepared_store(make_config(values), show=False)
+        prepare_data(make_config(values), CPU, show=False)
     values["task"]["max_target_length"] = 7
-    assert prepared_store(make_config(values), show=False).max_target_length == 7
+    assert prepare_data(make_config(values), CPU, show=False)[1].max_target_length == 7
 
 
 @pytest.mark.parametrize("line", ["", "   "])

@@ -7,6 +7,7 @@ from oelm.data import Store
 from oelm.data.tasks.objective import make_objective
 from oelm.models.build import build_model
 from oelm.training.parallel import process_state
+from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 
 
@@ -27,11 +28,12 @@ class Ours(TrainingArm):
         )
         objective = make_objective(store, length, 0.0, "none")
         raw, _ = build_model(config, store, objective.auto_class)
-        self.training_step = make_step(config, objective, raw, state)
+        resolved = resolve_run(config, objective, state.device)
+        self.training_step = make_step(resolved, objective, raw, state)
         self.training_step.model.train()
-        plan = objective.plan("train", batch_size, None, config.training.seed)
-        self.batches = plan.epoch(0)  # the same batches in every window: their shapes are all met at once
-        load = Load.of(plan.lengths)
+        # The same batches in every window: their shapes are all met at once.
+        self.batches = resolved.plan.epoch(0)
+        load = Load.of(resolved.plan.lengths)
         operations = load.operations(raw.config, store.kind, causal=store.kind == "lm")  # type: ignore[arg-type]
         super().__init__(state.device, len(self.batches), load, operations)
         self.model, self.optimizer, self.taken = raw, self.training_step.optimizer, 0

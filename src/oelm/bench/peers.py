@@ -18,7 +18,8 @@ from oelm.bench.trainer import gpt2_config
 from oelm.data import Store
 from oelm.data.tasks.objective import Batch, make_objective
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.training.parallel import autocast_of, resolve_precision
+from oelm.training.parallel import autocast_of
+from oelm.training.resolve import resolve_precision
 
 DROPOUT = 0.1  # the original recipe's
 PADDED_TO = 64  # nanoGPT's vocabulary is a multiple of this

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli.run import seconds_of
+from oelm.cli.options import parts, seconds_of
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
-# What a laptop's two cores get through in some minutes, and what a large GPU needs to be busy.
+# Sizes that two cores of a laptop finish in minutes, and that keep a large GPU busy.
 ON_CPU: dict[str, Any] = {
     "max_length": 128,
     "tokens_per_step": 1024,
@@ -29,6 +29,8 @@ ON_GPU: dict[str, Any] = {
     "rounds": 5,
     "lengths": "512,1024,2048,4096",
 }
+# Flags that `oelm.bench.cases.Settings` takes as they are.
+SAME = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size", "rest", "profile")
 
 
 def bench(
@@ -40,26 +42,24 @@ def bench(
     batch_size: Annotated[int, typer.Option(help="Texts in a step of classification.")] = 16,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a step of all other work.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of a window; of large steps a fifth as many.")
+        int | None, typer.Option(help="Steps of a timed window; a fifth as many for large steps.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Windows of each arm, in turns.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed windows of each arm, interleaved.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window and of made texts, at most.")
+        int | None, typer.Option(help="Longest window or synthetic text, in tokens.")
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Text lengths of --work lengths, with commas.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Of made texts, where no data is given.")] = 50257,
-    leave_out: Annotated[str | None, typer.Option(help="Arms not to run, with commas.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary of synthetic texts, without --data.")] = 50257,
+    leave_out: Annotated[str | None, typer.Option(help="Arms to leave out, with commas.")] = None,
     compile_: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile peers; default: on a GPU.")
     ] = None,
     rest: Annotated[
         float,
-        typer.Option(
-            help="Seconds without work before each window: a GPU's full clock, not its power limit."
-        ),
+        typer.Option(help="Idle seconds before each window, so that a GPU runs at its full clock."),
     ] = 0.0,
     profile: Annotated[
-        bool, typer.Option("--profile/--no-profile", help="Say which kernels a step's time goes to.")
+        bool, typer.Option("--profile/--no-profile", help="Report the time of each kernel.")
     ] = False,
     stop_after: Annotated[str | None, typer.Option(help="Start nothing new after 90s, 9m or 2h.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
@@ -75,18 +75,16 @@ def bench(
 
     given = locals()
     if read is not None and json_file is not None:
-        raise UserError("--read shows a record that is there; --json is for one that is measured")
+        raise UserError("--read shows an existing record and --json writes a new one; keep one of them")
     if chart is not None and chart.suffix != ".svg":
         raise UserError(f"--chart {chart}: charts are SVG; name a file that ends in .svg")
     for path in (json_file, chart):
         if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+            raise UserError(f"{path}: there is no folder {path.parent}; create it first")
         if path is not None and path.is_dir():
             raise UserError(f"{path} is a folder; name a file")
     if chart is not None and find_spec("matplotlib") is None:
-        raise UserError(
-            "--chart needs matplotlib; without it, keep the record with --json and --read it elsewhere"
-        )
+        raise UserError("--chart needs matplotlib: pip install matplotlib, or keep the record with --json")
     stopped = Event()
     with _first_interrupt(stopped):
         record = measured(given, json_file, stopped) if read is None else read_record(read)
@@ -99,14 +97,14 @@ def bench(
 
 @contextmanager
 def _first_interrupt(stopped: Event) -> Iterator[None]:
-    """Let the first Ctrl-C end the work in good order; the next one is as usual."""
+    """Let the first Ctrl-C stop after the current round; a second one stops at once."""
 
     def stop(*_: object) -> None:
         say("stopping after this round; Ctrl-C again stops at once", err=True)
         stopped.set()
         signal.signal(signal.SIGINT, before)
 
-    if current_thread() is not main_thread():  # only there can signals be handled
+    if current_thread() is not main_thread():  # only the main thread can handle signals
         yield
         return
     before = signal.signal(signal.SIGINT, stop)
@@ -117,42 +115,31 @@ def _first_interrupt(stopped: Event) -> Iterator[None]:
 
 
 def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> dict[str, Any]:
-    """Run the benchmark the flags ask for; what they leave open depends on the machine."""
+    """Run the benchmark with the machine's defaults for flags that were not given."""
     from oelm.bench.cases import WORKS, Settings
     from oelm.bench.run import run_bench
     from oelm.models.build import default_model
     from oelm.training.parallel import process_state
 
     device = process_state().device
-    machine = ON_GPU if device.type == "cuda" else ON_CPU
-    found = {name: given[name] if given[name] is not None else value for name, value in machine.items()}
+    gpu = device.type == "cuda"
+    values = (ON_GPU if gpu else ON_CPU) | {key: value for key, value in given.items() if value is not None}
     settings = Settings(
-        work=WORKS if given["work"] == "all" else tuple(_parts(given["work"])),
-        size=given["size"] or default_model(device),
-        data=tuple(given["data"] or ()),
-        batch_size=given["batch_size"],
-        tokens_per_step=found["tokens_per_step"],
-        steps=found["steps"],
-        rounds=found["rounds"],
-        max_length=found["max_length"],
-        lengths=_numbers("--lengths", found["lengths"]),
-        vocab_size=given["vocab_size"],
-        leave_out=tuple(_parts(given["leave_out"] or "")),
-        compile=device.type == "cuda" if given["compile_"] is None else given["compile_"],
-        rest=given["rest"],
-        profile=given["profile"],
-        stop_after=None if given["stop_after"] is None else seconds_of(given["stop_after"]),
+        work=WORKS if values["work"] == "all" else tuple(parts(values["work"])),
+        size=values.get("size") or default_model(device),
+        data=tuple(values.get("data", ())),
+        lengths=_numbers("--lengths", values["lengths"]),
+        leave_out=tuple(parts(values.get("leave_out", ""))),
+        compile=values.get("compile_", gpu),
+        stop_after=seconds_of(values.get("stop_after")),
+        **{key: values[key] for key in SAME},
     )
     tell = lambda text: say(text, err=True)  # noqa: E731
     return run_bench(settings, device, tell, json_file, stopped.is_set)
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    parts = _parts(text)
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    numbers = parts(text)
+    if not numbers or not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise UserError(f"{flag} {text!r}: write lengths with commas between them, for example 512,1024")
-    return tuple(map(int, parts))
+    return tuple(map(int, numbers))

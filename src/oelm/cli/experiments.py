@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from oelm.cli import options
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ WIDTH = 100  # of the table where there is no terminal to ask
 
 def experiments(
     id: Annotated[str | None, typer.Argument(metavar="ID", help="Show this one in full.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """The published experiments, and what was reported for them. Example: oelm experiments GPT-02"""
     from oelm.study.catalogue import get_experiment, list_experiments

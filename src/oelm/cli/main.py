@@ -64,20 +64,18 @@ def main() -> None:
         say(f"oelm: {error}", err=True)
         sys.exit(1)
     except Interrupted as reason:
-        say(f"oelm: {reason}; what was trained is saved, the same command goes on from there", err=True)
+        say(f"oelm: {reason}; progress is saved: run the same command again to resume", err=True)
         sys.exit(REQUEUE)
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if is_out_of_memory(error):
-            text = " ".join(str(error).split()) or "no more could be had"
-            say(f"oelm: memory did not suffice: {text}; give it more (ulimit -v), or less to do", err=True)
+            text = " ".join(str(error).split()) or "no more is available"
+            say(f"oelm: out of memory: {text}; raise the limit (ulimit -v) or ask for less", err=True)
             sys.exit(1)
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = f" for {error.filename}" if error.filename else ""
-        say(f"oelm: there is no space left{where}; make some and start again", err=True)
+        say(f"oelm: no space left on the disk{where}; free some and run the same command again", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        say(
-            "oelm: stopped at once; what had been saved stays, and the same command goes on from it", err=True
-        )
+        say("oelm: stopped at once; run the same command again to resume from what was saved", err=True)
         sys.exit(130)

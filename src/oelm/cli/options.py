@@ -1,37 +1,110 @@
-"""Options that several verbs share: one wording for each."""
+"""Options that several verbs share, each declared once, and how a verb takes a whole group of them."""
 
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from oelm.errors import UserError
 from oelm.system.files import check_name
 
 
 def new_folder(path: Path | None) -> Path | None:
-    """Callback of every --out: a name that cannot be used is refused before any work is done."""
+    """Callback of every --out: refuse a name that cannot be used before any work is done."""
     if path is not None:
         check_name(path)
     return path
 
 
-Data = Annotated[str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet, or prepared data.")]
-Text = Annotated[str | None, typer.Option(help="Column of the text.")]
+def seconds_of(text: str | None) -> float | None:
+    """90s, 9m, 1.5h, or plain seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise UserError(f"--stop-after {text!r} is not a time; write 90s, 9m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parts(text: str) -> list[str]:
+    """What stands between the commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+Text = Annotated[str | None, typer.Option(help="Column of the text; default: text.")]
 TextPair = Annotated[str | None, typer.Option(help="Column of the second text.")]
-Label = Annotated[str | None, typer.Option(help="Column of the label.")]
-Target = Annotated[str | None, typer.Option(help="Column of a text to be written for the text (T5, BART).")]
-TestFile = Annotated[str | None, typer.Option(help="A file of test rows.")]
-TrainSize = Annotated[int | None, typer.Option(help="Train on so many rows.")]
-TrainOn = Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")]
-MaxLength = Annotated[int | None, typer.Option(help="Tokens of a text or window; longer ones are cut.")]
-MaxTargetLength = Annotated[int | None, typer.Option(help="Tokens of a target; default: --max-length.")]
-Tokenizer = Annotated[str | None, typer.Option(help="gpt2, a hub id, a folder, or train:8192.")]
-DataDir = Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")]
-Model = Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ..., a hub id, a folder.")]
-Epochs = Annotated[float | None, typer.Option(help="Passes over the training data.")]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="Texts or windows in a batch.")]
-BatchTokens = Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")]
-Precision = Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")]
+Label = Annotated[str | None, typer.Option(help="Column of the label; default: label.")]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Tokens of a text or window; longer ones are cut. Default: 512.")
+]
+STUDY_OUT = typer.Option(help="The study's folder; an unfinished one is resumed.", callback=new_folder)
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
+Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+# How data is read: `oelm train`, `oelm study` and `oelm data`. Names are those of config.FLAGS.
+DATA: dict[str, Any] = {
+    "text": Text,
+    "text_pair": TextPair,
+    "label": Label,
+    "target": Annotated[
+        str | None, typer.Option(help="Column of the text to write for each text (T5, BART).")
+    ],
+    "test_file": Annotated[str | None, typer.Option(help="A file of test rows.")],
+    "train_size": Annotated[int | None, typer.Option(help="Train on so many rows, stratified.")],
+    "train_on": Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")],
+    "max_length": MaxLength,
+    "max_target_length": Annotated[
+        int | None, typer.Option(help="Tokens of a target; default: --max-length.")
+    ],
+    "tokenizer": Annotated[
+        str | None,
+        typer.Option(help="gpt2 (a task's default), a hub id, a folder, or train:8192 (a file's default)."),
+    ],
+    "data_dir": Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")],
+}
+# What one run and all runs of a study have.
+RUN: dict[str, Any] = {
+    "data": Annotated[
+        str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet file, or a prepared dataset.")
+    ],
+    **DATA,
+    "model": Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ..., a hub id, a folder.")],
+    "epochs": Annotated[float | None, typer.Option(help="Passes over the training data; default: 3.")],
+    "steps": Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")],
+    "batch_size": Annotated[int | None, typer.Option(help="Texts or windows in a batch; default: 16.")],
+    "batch_tokens": Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")],
+    "precision": Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")],
+}
+
+
+def takes(group: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb a group of options in place of its parameter `given`: the values the user set, by name."""
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(verb)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = []
+        for parameter in signature.parameters.values():
+            if parameter.name == "given":
+                parameters += [
+                    inspect.Parameter(name, kind, default=None, annotation=option)
+                    for name, option in group.items()
+                ]
+            else:
+                parameters.append(parameter.replace(kind=kind))
+
+        @functools.wraps(verb)
+        def wrapper(**values: Any) -> None:
+            given = {name: values.pop(name) for name in group}
+            verb(given={name: value for name, value in given.items() if value is not None}, **values)
+
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
+
+    return decorate

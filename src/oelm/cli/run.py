@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oelm.cli import options as options
+from oelm.cli import options
 from oelm.errors import AuditError, UserError
 from oelm.system.terminal import console, say
 
@@ -24,30 +24,16 @@ Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")
 
 
 @app.command()
+@options.takes(options.RUN)
 def train(
+    given: dict[str, Any],
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
     task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
-    data: options.Data = None,
-    text: options.Text = None,
-    text_pair: options.TextPair = None,
-    label: options.Label = None,
-    target: options.Target = None,
-    test_file: options.TestFile = None,
-    train_size: options.TrainSize = None,
-    train_on: options.TrainOn = None,
-    max_length: options.MaxLength = None,
-    max_target_length: options.MaxTargetLength = None,
-    tokenizer: options.Tokenizer = None,
-    data_dir: options.DataDir = None,
-    model: options.Model = None,
     method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
-    epochs: options.Epochs = None,
-    steps: options.Steps = None,
-    batch_size: options.BatchSize = None,
-    batch_tokens: options.BatchTokens = None,
-    precision: options.Precision = None,
-    seed: Annotated[int | None, typer.Option(help="Decides initial values and order.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides initial values and the order of the data.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
     out: Annotated[
@@ -61,7 +47,7 @@ def train(
     ] = False,
     stop_after: options.StopAfter = None,
     stop_at_chance: Annotated[
-        bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
+        bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -71,88 +57,36 @@ def train(
     oelm train --data my.csv --text body --label topic;
     oelm train --data my.csv --text article --target summary --model t5-small
     """
-    from oelm.config import FLAGS
+    from oelm.config import flag_keys, resolve_config
+    from oelm.study.catalogue import experiment_config
 
-    given = locals()
-    flags = {path: given[flag] for flag, path in FLAGS.items() if given[flag] is not None}
+    flags = flag_keys(given | {"task": task, "method": method, "lr": lr, "seed": seed})
     if stop_at_chance:
         flags["training.stop_at_chance"] = True
-    run_config = resolve_config(experiment, config, flags, set_ or [])
-    limit = seconds_of(stop_after) if stop_after is not None else None
-    results = run_training(run_config, out or default_folder(run_config), overwrite, limit)
-    if not results:  # another process than the first
-        return
-    if as_json:
-        say(json.dumps(results))
-        return
-    say(summary(results))
+    base = experiment_config(experiment).to_dict() if experiment is not None else {}
+    asked, limit = resolve_config(base, config, flags, set_ or []), options.seconds_of(stop_after)
+    results = run_training(asked, out, overwrite, limit)
+    if results:  # of the first process only
+        say(json.dumps(results) if as_json else summary(results))
 
 
-def resolve_config(
-    experiment: str | None, file: Path | None, flags: dict[str, Any], assignments: list[str]
-) -> "RunConfig":
-    """What is asked for, from the general to the particular: experiment, file, flags, --set."""
-    from oelm.config import from_assignment, make_config, merge, nest, read_toml, update
-
-    values: dict[str, Any] = {}
-    if experiment is not None:
-        from oelm.study.catalogue import experiment_config
-
-        merge(values, experiment_config(experiment).to_dict())
-    if file is not None:
-        values = merge(values, read_toml(file))
-    own = values.get("task", {}).get("tokenizer")
-    own = own if own == values.get("model", {}).get("name") else None
-    particular: dict[str, Any] = {}  # together, so that --steps and --epochs contradict each other
-    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
-        update(particular, part)
-    merge(values, particular)
-    if own and "name" in particular.get("model", {}) and "tokenizer" not in particular.get("task", {}):
-        del values["task"]["tokenizer"]  # the model's own it was, and another model has another
-    return make_config(values, str(file) if file is not None else "options")
-
-
-def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
+def run_training(
+    config: "RunConfig", out: Path | None, overwrite: bool, stop_after: float | None
+) -> dict[str, Any]:
     """Prepare the data (one process does, the others wait), then train."""
-    from oelm.inference.trained import prepared_store
     from oelm.method import Method
-    from oelm.models.build import default_model
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state
+    from oelm.training.resolve import default_folder, prepare_data
     from oelm.training.stopping import stopping
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
-    state = process_state()
-    config.model.name = config.model.name or default_model(state.device)
-    began = time.monotonic()
+    out, state, began = out or default_folder(config), process_state(), time.monotonic()
     with stopping(stop_after), state.main_process_first():
-        store = prepared_store(config, show=bool(state.is_main_process))
+        config, store = prepare_data(config, state.device, show=bool(state.is_main_process))
     if stop_after is not None:  # preparing took some of it
         stop_after = max(0.001, stop_after - (time.monotonic() - began))
     return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
-
-
-def default_folder(config: "RunConfig") -> Path:
-    from oelm.training.lineage import short_model_name
-
-    name = config.experiment or "-".join(
-        [
-            Path(str(config.task.name or config.task.data)).stem,
-            short_model_name(config.model.name or "gpt"),
-            config.method.name,
-            f"lr{config.training.lr:g}",
-            f"s{config.training.seed}",
-        ]
-    )
-    return Path("runs") / name
-
-
-def seconds_of(text: str) -> float:
-    """90s, 9m, 1.5h, or plain seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if not match or float(match[1]) <= 0:
-        raise UserError(f"--stop-after {text!r}: write 90s, 9m or 2h")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -179,25 +113,27 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Another file.")] = None,
     test_file: Annotated[str | None, typer.Option(help="Another file of test rows.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet.")] = None,
-    max_length: options.MaxLength = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a text or window; default: the run's.")
+    ] = None,
     generation: Annotated[
-        bool, typer.Option("--generation", help="How it continues held-out texts.")
+        bool, typer.Option("--generation", help="Measure how it continues held-out texts.")
     ] = False,
     prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
     tokens: Annotated[
-        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
     ] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: among all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
     labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
     text: options.Text = None,
     text_pair: options.TextPair = None,
     label: options.Label = None,
-    limit: Annotated[int | None, typer.Option(help="Classify so many items, not all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Classify only this many items.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
@@ -249,12 +185,12 @@ def predict(
 
 
 def _texts(file: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a file, without the mark that some programs write at its beginning."""
+    """The lines of a file, without a byte order mark."""
     for number, line in enumerate(file, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            raise UserError(f"line {number} is not text in UTF-8") from None
+            raise UserError(f"line {number} is not text in UTF-8; convert the file") from None
 
 
 @app.command()
@@ -262,13 +198,13 @@ def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
     tokens: Annotated[
-        int, typer.Option(help="At most so many new tokens, and none past the length of training.")
+        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
     ] = 100,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
 ) -> None:
-    """Let a language model go on from a prompt, or an encoder-decoder write a target for it.
+    """Continue a prompt with a language model, or write a target for it with an encoder-decoder.
 
     Example: oelm generate runs/x 'Once upon a time'
     """
@@ -288,7 +224,7 @@ def audit(run: Run, as_json: options.AsJson = False) -> None:
     from oelm.inference.trained import Trained
 
     try:
-        checked = Trained(run).audit()  # to load a model is to audit it, too
+        checked = Trained(run).audit()  # loading a model audits it, too
     except AuditError as error:
         if as_json:
             say(json.dumps({"problems": error.problems}))
@@ -309,7 +245,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """What runs, how far it is, how long it still takes. Example: oelm status runs --watch"""
+    """Which runs there are, how far they are, and the time left. Example: oelm status runs --watch"""
     from oelm.training.status import find_runs, gpu_load, run_status
 
     roots = folders or [Path("runs")]
@@ -340,7 +276,7 @@ def status_table(runs: "list[RunStatus]") -> Any:
     from oelm.training.display import duration
 
     table = Table(box=None, pad_edge=False)
-    one_task = len({run.task for run in runs}) == 1  # then it need not stand in every line
+    one_task = len({run.task for run in runs}) == 1  # then it has no column
     for name in ("run", "status", *(() if one_task else ("task",)), "method", "step", "loss", "best", "left"):
         table.add_column(
             name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
@@ -363,14 +299,14 @@ def status_table(runs: "list[RunStatus]") -> Any:
 @app.command()
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines are written.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")] = False,
 ) -> None:
     """A run's log. Example: oelm logs runs/x -f"""
     from oelm.training.status import is_locked
 
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run} is not a run, or has logged nothing yet")
+        raise UserError(f"{run} has no metrics.jsonl: it is not a run, or has not logged a step yet")
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             line = file.readline()
@@ -385,7 +321,7 @@ def logs(
 
 
 def log_line(line: str) -> str:
-    """One line of metrics.jsonl for people."""
+    """One line of metrics.jsonl as text."""
     try:
         entry = json.loads(line)
         if entry["kind"] == "eval":

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oelm.cli import options as options
-from oelm.cli.run import seconds_of
+from oelm.cli import options
 from oelm.errors import RunError, UserError
 from oelm.system.terminal import say
 
@@ -18,48 +17,33 @@ app = typer.Typer()
 
 
 @app.command()
+@options.takes(options.RUN)
 def study(
+    given: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
     task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
-    data: options.Data = None,
-    text: options.Text = None,
-    text_pair: options.TextPair = None,
-    label: options.Label = None,
-    target: options.Target = None,
-    test_file: options.TestFile = None,
-    train_size: options.TrainSize = None,
-    train_on: options.TrainOn = None,
-    max_length: options.MaxLength = None,
-    max_target_length: options.MaxTargetLength = None,
-    tokenizer: options.Tokenizer = None,
-    data_dir: options.DataDir = None,
-    model: options.Model = None,
-    methods: Annotated[str | None, typer.Option(help="With commas; the first is the reference.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="With commas; the others are compared with the first.")
+    ] = None,
     lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
-    epochs: options.Epochs = None,
-    steps: options.Steps = None,
-    batch_size: options.BatchSize = None,
-    batch_tokens: options.BatchTokens = None,
-    precision: options.Precision = None,
-    margin: Annotated[float | None, typer.Option(help="Points (per cent of PPL) that do not matter.")] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="Smaller differences count as equal: points, or per cent of PPL.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The study's folder; it goes on where it was.", callback=options.new_folder),
-    ] = None,
+    out: Annotated[Path | None, options.STUDY_OUT] = None,
     stop_after: options.StopAfter = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs and the time, then stop.")
     ] = False,
     import_: Annotated[
-        list[Path] | None, typer.Option("--import", help="Bring in another machine's records, then stop.")
+        list[Path] | None, typer.Option("--import", help="Import another machine's records, then stop.")
     ] = None,
-    lang: Annotated[str, typer.Option(help="Of the report: en or zh.")] = "en",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    lang: options.Lang = "en",
+    as_json: options.AsJson = False,
 ) -> None:
-    """Compare methods fairly: choose each one's rate on validation, then measure it with fresh seeds.
+    """Compare methods fairly: choose each one's learning rate on validation, then measure with fresh seeds.
 
     Examples: oelm study --data my.csv --text body --label topic --out s;
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
@@ -67,25 +51,27 @@ def study(
     from oelm.study.folder import StudyFolder
     from oelm.study.report.words import Words
 
-    given = locals()
     Words(lang)  # a language that does not exist must not cost a study
-    found = resolve_study(name, out, given, set_ or [])
-    folder = out or Path("studies") / Path(name or data or (task or "study").replace(",", "-")).stem
-    StudyFolder(folder).check(found)  # before anything is imported or prepared
-    limit = seconds_of(stop_after) if stop_after is not None else None
+    lists = {"tasks": task, "methods": methods, "lrs": lrs}
+    table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs}
+    table |= {key: options.parts(text) for key, text in lists.items() if text is not None}
+    planned = resolve_study(name, out, given, table, set_ or [])
+    title = name or given.get("data") or (task or "study").replace(",", "-")
+    folder = out or Path("studies") / Path(title).stem
+    StudyFolder(folder).check(planned)  # before anything is imported or prepared
     if dry_run:
-        say(describe(found, folder))
+        say(describe(planned, folder))
     elif import_:
-        bring_in(found, folder, import_)
+        import_records(planned, folder, import_)
     else:
-        conduct_and_report(found, folder, limit, lang, as_json)
+        conduct_and_report(planned, folder, options.seconds_of(stop_after), lang, as_json)
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A study's folder, or any folder with runs.")],
-    lang: Annotated[str, typer.Option(help="en or zh.")] = "en",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
+    lang: options.Lang = "en",
+    as_json: options.AsJson = False,
     to: Annotated[
         Path | None,
         typer.Option("--publish", metavar="NEW", help="Write compact records into a new folder, then stop."),
@@ -124,24 +110,16 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
 
 def resolve_study(
-    name: str | None, out: Path | None, given: dict[str, Any], assignments: list[str]
+    name: str | None, out: Path | None, given: dict[str, Any], table: dict[str, Any], assignments: list[str]
 ) -> "Study":
-    """From the general to the particular: the study in the folder or by name, flags, --set."""
-    from oelm.config import FLAGS, from_assignment, merge, nest, update
+    """The study a user asks for: one by name or the one in the folder, overridden by flags and --set."""
+    from oelm.config import flag_keys, merge, overrides
     from oelm.study.design import make_study, read_study
     from oelm.study.folder import StudyFolder
 
-    flags = {
-        path: given[flag] for flag, path in FLAGS.items() if given.get(flag) is not None and flag != "task"
-    }
-    for flag in ("seeds", "margin", "jobs"):
-        if given[flag] is not None:
-            flags[f"study.{flag}"] = given[flag]
-    if given["data"] is not None and given["task"] is None:
-        flags["study.tasks"] = []  # a file in place of the tasks that a study names
-    for flag, key in (("task", "tasks"), ("methods", "methods"), ("lrs", "lrs")):
-        if given[flag] is not None:
-            flags[f"study.{key}"] = [part.strip() for part in given[flag].split(",") if part.strip()]
+    if "data" in given and "tasks" not in table:
+        table = table | {"tasks": []}  # a file in place of the tasks that a study names
+    flags = flag_keys(given) | {f"study.{key}": value for key, value in table.items() if value is not None}
     values: dict[str, Any] = {}
     if name is not None:
         values = read_study(name)
@@ -149,14 +127,11 @@ def resolve_study(
         values = StudyFolder(out).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
-    particular: dict[str, Any] = {}
-    for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
-        update(particular, part)
-    return make_study(merge(values, particular), name or "options")
+    return make_study(merge(values, overrides(flags, assignments)), name or "options")
 
 
 def describe(study: "Study", out: Path) -> str:
-    """The matrix with an estimate of time."""
+    """The runs a study will make, with an estimate of time and memory."""
     from oelm.study.conduct import check_methods, estimate_run, prepare_settings, slots_for
     from oelm.study.folder import StudyFolder
     from oelm.training.display import duration
@@ -171,29 +146,30 @@ def describe(study: "Study", out: Path) -> str:
     measured = methods * table.seeds
     lines = [
         f"methods   {', '.join(study.methods)} (compared with {study.reference})",
-        f"rates     {', '.join(f'{lr:g}' for lr in table.lrs)}"
-        + (f"; up to {table.widen} more on each side while a best one is at the edge" if choosing else ""),
-        f"seeds     {table.choose_seeds} for the choice, {table.seeds} fresh ones measured",
+        f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
+        + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
+        f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):
         total += estimate.time_s * (choosing + measured)
         lines.append(
-            f"{setting.task}: {setting.config.model.name}, {choosing} runs to choose + {measured} measured, "
+            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs, "
             f"about {estimate.memory_bytes / 1e9:.1f} GB and {duration(estimate.time_s)} each"
         )
     lines.append(
         f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
-        f"{duration(total / slots)} (good to a factor of two; a wider grid comes on top)"
+        f"{duration(total / slots)} (within a factor of two; without a wider grid)"
     )
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
     if there:
-        lines.append(f"done      {len(there)} runs are in {out} already")
+        lines.append(f"done      {len(there)} of these runs are already in {out}")
     return "\n".join(lines)
 
 
-def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
+def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
+    """Import the records of other folders that belong to this study, and print what was left out."""
     from oelm.study.conduct import prepare_settings
     from oelm.study.folder import StudyFolder
 
@@ -209,7 +185,7 @@ def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
-    """Make the runs, write the report, and print the answer, where the models are and what failed."""
+    """Make the runs, write the report, and print the answer, the models' folders and what failed."""
     from oelm.study.conduct import conduct
     from oelm.study.progress_view import Live, kept_models
     from oelm.study.report import as_plain, summary, write_report
@@ -228,15 +204,13 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
-        raise RunError("nothing was measured: every run that it takes has failed")
+        raise RunError("nothing was measured: every run failed; the reasons are above")
 
 
 @app.command()
 def demo(
-    out: Annotated[
-        Path, typer.Option(help="The study's folder; it goes on where it was.", callback=options.new_folder)
-    ] = Path("oelm-demo"),
-    lang: Annotated[str, typer.Option(help="Of the report: en or zh.")] = "en",
+    out: Annotated[Path, options.STUDY_OUT] = Path("oelm-demo"),
+    lang: options.Lang = "en",
 ) -> None:
     """The main job on embedded data: does freezing pay on 8,530 film reviews? Some minutes on a laptop.
 

@@ -13,16 +13,15 @@ from transformers.utils.logging import disable_progress_bar
 from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
-from oelm.data import TASKS, Choice, Store
+from oelm.data import TASKS, Store
 from oelm.data.assemble import Layout
-from oelm.data.catalogue import LM, SEQ2SEQ
+from oelm.data.catalogue import LM
 from oelm.data.tasks.objective import make_objective
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.inference.generation_quality import Writing, check_language_model, generation_quality
 from oelm.inference.predict import Targets, answer_lines, check_one_label, writes
 from oelm.inference.zero_shot import make_question, read_items, zero_shot
-from oelm.models.build import refuse_seq2seq
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
 from oelm.models.pretrained import load_as_saved, load_config
@@ -30,80 +29,10 @@ from oelm.system.files import read_object
 from oelm.training.display import Display
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
-from oelm.training.lineage import check_start, model_folder
-from oelm.training.parallel import autocast_of, process_state, resolve_precision
+from oelm.training.parallel import autocast_of, process_state
+from oelm.training.resolve import check_tokenizer, choice_of, resolve_precision
 
 LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
-
-
-def choice_of(task: TaskConfig, model: str | None) -> Choice:
-    """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
-    if bool(task.name) == bool(task.data):
-        raise UserError("name one of task.name (--task) and task.data (--data)")
-    if task.name and task.name not in TASKS:
-        raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
-    if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
-        raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
-    if task.target and model in PRESETS:  # known before anything is prepared
-        refuse_seq2seq(model, SEQ2SEQ)
-    tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
-    return Choice(
-        data=str(task.name or task.data),
-        text=task.text,
-        text_pair=task.text_pair,
-        label=task.label,
-        target=task.target,
-        test_file=task.test_file,
-        train_size=task.train_size,
-        split_seed=task.split_seed,
-        train_on=task.train_on,
-        data_dir=task.data_dir,
-        tokenizer=tokenizer,
-        max_length=task.max_length,
-        max_target_length=task.max_target_length,
-    )
-
-
-def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
-    """A prepared store keeps its own tokenizer: its numbers mean something to a model of the same only."""
-    if store.tokenizer().get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{store.folder} was prepared with another tokenizer than that of {model}")
-
-
-def check_prepared(store: Store, task: TaskConfig) -> None:
-    """A prepared store is what it is: refuse what was asked of it in vain, and record what it holds."""
-    made_with = store.meta["tokenizer"]["name"]
-    if task.train_size or task.train_on or task.test_file:
-        raise UserError(f"{task.data} is prepared already: train_size, train_on and test_file come too late")
-    if task.tokenizer and task.tokenizer != made_with:
-        raise UserError(f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}")
-    if store.kind != "lm":
-        if task.max_length not in (TaskConfig.max_length, store.max_length):
-            raise UserError(
-                f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
-            )
-        task.max_length = store.max_length
-    if task.max_target_length not in (None, store.max_target_length):
-        raise UserError(
-            f"{task.data} was prepared with max_target_length {store.max_target_length}, "
-            f"not {task.max_target_length}"
-        )
-
-
-def prepared_store(config: RunConfig, show: bool) -> Store:
-    """The data of a run, prepared where it is not yet; the configuration then says what was resolved."""
-    assert config.model.name is not None
-    config.model.name = model_folder(config.model.name)
-    choice = choice_of(config.task, config.model.name)
-    if config.model.name not in PRESETS:
-        check_start(config.model.name)
-    store = choice.store(show_progress=show)
-    if Path(choice.data) == store.folder:
-        check_prepared(store, config.task)
-        if config.model.name not in PRESETS:
-            check_tokenizer(store, load_tokenizer(config.model.name), config.model.name)
-    config.task.tokenizer = store.meta["tokenizer"]["name"]
-    return store
 
 
 class Trained:

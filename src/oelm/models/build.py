@@ -35,8 +35,8 @@ def default_model(device: torch.device) -> str:
 
 def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTrainedModel, ConversionReport]:
     """The model of a run, on the CPU, converted by its method."""
-    name = config.model.name or "gpt-tiny"
-    seed = config.training.seed
+    name, seed = config.model.name, config.training.seed
+    assert name is not None, "the config of a model to build is resolved"
     model: PreTrainedModel
     note = ""
     if name in PRESETS:

@@ -9,7 +9,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.tasks.objective import Batch, Classification, Objective
 from oelm.models.gpt import OelmGPTPreTrainedModel
@@ -23,6 +22,7 @@ from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, skip, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
+from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import layer_scales, learning_rate, make_optimizer, shrinkage
 from oelm.training.step import PlainStep, Watch
 
@@ -32,13 +32,13 @@ class FastStep(PlainStep):
 
     def __init__(
         self,
-        config: RunConfig,
+        resolved: ResolvedRun,
         objective: Objective,
         raw: Any,
         state: PartialState,
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(config, objective, raw, state)
+        super().__init__(resolved, objective, raw, state)
         self.watch = watch
         self.forward = None
         if isinstance(raw, OelmGPTPreTrainedModel):
@@ -95,7 +95,7 @@ class FastStep(PlainStep):
         can = self.precision != "fp16" and store.kind != "seq2seq" and not self.reads_ahead
         if not short or not can or self.state.num_processes > 1:
             return None
-        return make_windows(short[0], self.optimizer, store, self.plan)
+        return make_windows(short[0], self.optimizer, store, self.resolved.plan)
 
     def _make_graphed(self) -> GraphedStep:
         """The step as it is recorded."""
@@ -165,7 +165,7 @@ class FastStep(PlainStep):
             return super().take(number, batches, k)
         self.windows.prepare(batches, k)
         result = super().take(number, batches, k)
-        self.windows.count(learning_rate(self.config.training, number, self.total))
+        self.windows.count(learning_rate(self.resolved, number))
         return result
 
     def _backward(self, batch: Batch, count: int, last: bool) -> Tensor:
@@ -221,8 +221,8 @@ class FastStep(PlainStep):
         put_back(self.raw, lambda name: self._shrinkage(name, steps))
 
     def _shrinkage(self, name: str, steps: int) -> float:
-        training = self.config.training
-        return shrinkage(training, layer_scales(self.raw, training.layer_decay)[name], steps, self.total)
+        scales = layer_scales(self.raw, self.config.training.layer_decay)
+        return shrinkage(self.resolved, scales[name], steps)
 
     def close(self) -> None:
         if self.forward is not None:

@@ -102,7 +102,7 @@ def measure(
     objective, model, device = step.objective, step.raw, step.state.device
     layout = Layout(segments=step.layout.segments) if plain else replace(step.layout, round_widths=False)
     items = batches.batch(k)
-    count, longest = objective.count("train", items), float(step.plan.lengths.max())
+    count, longest = objective.count("train", items), float(step.resolved.plan.lengths.max())
     parts = min(len(items), max(1, math.ceil(len(items) * longest / PART_TOKENS)))
     weights = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(weights)

@@ -35,21 +35,18 @@ class Estimate:
 def prepare_settings(study: Study, show: bool) -> list[Setting]:
     """The data of every task with its trivial references, prepared and checked before anything is trained."""
     from oelm.data.trivial_baselines import trivial_references
-    from oelm.inference.trained import prepared_store
-    from oelm.models.build import default_model
-    from oelm.training.parallel import process_state, resolve_precision
+    from oelm.training.parallel import process_state
+    from oelm.training.resolve import objective_of, prepare_data, resolve_run
 
     device = process_state().device
     settings = []
     for task in study.tasks:
-        config = study.task_config(task)
-        config.model.name = config.model.name or default_model(device)
-        store = prepared_store(config, show)
+        config, store = prepare_data(study.task_config(task), device, show)
         for warning in store.warnings if show else ():
             say(f"note: {store.task}: {warning}", err=True)
         trivial_references(store)  # computed once here, found in the cache by every run
-        precision, _ = resolve_precision(config.training.precision, device)
-        settings.append(Setting(study, config, store, precision))
+        run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
+        settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]
     if len(set(names)) < len(names):
         raise UserError(f"two tasks of the study have one name: {', '.join(names)}")
@@ -72,13 +69,10 @@ def check_methods(settings: list[Setting]) -> None:
 
 def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
     """The model of a run, on the CPU, and what it learns."""
-    from oelm.data.tasks.objective import make_objective
     from oelm.models.build import build_model
+    from oelm.training.resolve import objective_of
 
-    training = config.training
-    objective = make_objective(
-        setting.store, config.task.max_length, training.label_smoothing, training.class_weights
-    )
+    objective = objective_of(config, setting.store)
     model, _ = build_model(config, setting.store, objective.auto_class)
     return model, objective
 
@@ -87,13 +81,12 @@ def estimate_run(setting: Setting) -> Estimate:
     """Build the model once and count."""
     from oelm.training import results
     from oelm.training.parallel import process_state
-    from oelm.training.schedule import total_steps
+    from oelm.training.resolve import resolve_run
 
     config = setting.run_config(setting.any_cell)
-    training = config.training
     model, objective = _built(setting, config)
-    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    found = results.estimate(model, objective, config, total_steps(training, plan), process_state())
+    run = resolve_run(config, objective, process_state().device, setting.study.table.gpus_per_run)
+    found = results.estimate(model, setting.store.kind, run)
     return Estimate(found["memory_bytes"], found["time_s"])
 
 

@@ -16,7 +16,7 @@ from oelm.method import Method
 FIRST_SEED, FIRST_CHOICE_SEED = 1, 1001
 
 
-@dataclass
+@dataclass(frozen=True)
 class StudyConfig:
     """The `[study]` table. What is not about the comparison itself is at the end."""
 
@@ -49,7 +49,7 @@ class StudyConfig:
             raise UserError(f"study.lrs needs positive learning rates, not {self.lrs}")
         if len(self.methods) < 2:
             raise UserError("study.methods needs at least two methods to compare")
-        self.lrs = sorted(set(map(float, self.lrs)))
+        object.__setattr__(self, "lrs", sorted(set(map(float, self.lrs))))
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
 
@@ -127,13 +127,13 @@ class Study:
         return {name: arm.method for name, arm in self.arms.items()}
 
     @property
-    def differs_in(self) -> list[str]:
+    def differs_in(self) -> tuple[str, ...]:
         """The keys, besides the method's, in which the arms differ."""
         keys = {key for arm in self.arms.values() for key in arm.keys}
         for pair in ALTERNATIVES:
             names = {f"training.{name}" for name in pair}
             keys |= names if names & keys else set()
-        return sorted(keys)
+        return tuple(sorted(keys))
 
     @property
     def reference(self) -> str:

@@ -223,7 +223,7 @@ class StudyFolder:
     def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many others lie in its folder: of data or numerics of the past."""
         known = {*self._read().get("made", []), *self._read().get("imported", [])}
-        differs_in = self.read().differs_in if (self.path / "study.toml").is_file() else []
+        differs_in = self.read().differs_in if (self.path / "study.toml").is_file() else ()
         found = [record.seen_by(differs_in) for record in find_records(self.path / "runs", damaged)]
         ours = [record for record in found if record.identity.setting in known]
         return ours, len(found) - len(ours)

@@ -70,7 +70,7 @@ def publish(source: Path, folder: Path) -> Published:
 def _write(source: Path, study: StudyFolder | None, records: list[Record], to: Path) -> None:
     settings: dict[str, str] = {}  # a record's setting -> the same with paths cut
     keys = set()
-    differs_in = [] if study is None else study.read().differs_in
+    differs_in = () if study is None else study.read().differs_in
     for record in records:
         folder = to / record.folder.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class Record:
         One that diverged by both paths has a result, whichever it was on."""
         return self.completed and self.arithmetic.get("plain_from") is not None
 
-    def seen_by(self, differs_in: list[str]) -> "Record":
+    def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
         """The record with the setting it has in a study whose arms differ in these keys: others may have
         been added since the run was made."""
         if differs_in == self.config.arm.differs_in:

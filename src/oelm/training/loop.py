@@ -19,9 +19,9 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.tasks.objective import Measured, make_objective
+from oelm.data.tasks.objective import Measured
 from oelm.errors import Interrupted, RunError
-from oelm.models.build import build_model, default_model
+from oelm.models.build import build_model
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, full_state
 from oelm.training.determinism import same_bits
@@ -29,6 +29,7 @@ from oelm.training.evaluate import evaluate
 from oelm.training.failure import LOWER, explained, failure_kind
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
+from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
 from oelm.training.stopping import Stop, stopping
@@ -65,27 +66,20 @@ def _train(
     stop: Stop,
     state: PartialState,
 ) -> dict[str, Any]:
-    if config.model.name is None:
-        config.model.name = default_model(state.device)
-    training = config.training
-    objective = make_objective(
-        store, config.task.max_length, training.label_smoothing, training.class_weights
-    )
+    objective = objective_of(config, store)
     # Checked and built before the folder is touched: what does not fit leaves nothing behind.
-    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-    plan.check(state.num_processes * training.accumulate)
-    results.check_trackers(training.trackers)
-    parallel.check_sharding(training.fsdp, state)
+    resolved = resolve_run(config, objective, state.device, state.num_processes)
+    results.check_trackers(config.training.trackers)
     with state.main_process_first():
-        raw, report = build_model(config, store, objective.auto_class)
+        raw, report = build_model(resolved.config, store, objective.auto_class)
     run = None
     try:
         if state.is_main_process:
-            folder.open(config, overwrite, store.fingerprint)
+            folder.open(resolved.config, overwrite, store.fingerprint)
         state.wait_for_everyone()
-        run = start_run(config, store, objective, folder, state, raw, report, show, stop)
+        run = start_run(resolved, store, objective, folder, state, raw, report, show, stop)
         stop.patient = True
-        _run(run, plan)
+        _run(run, resolved.plan)
         stop.patient = False
         if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
             raise Interrupted(stop.reason or "another process was told to stop")
@@ -144,11 +138,11 @@ def _steps(run: Run, plan: Plan) -> None:
     started = time.perf_counter()
     timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
-        if progress.step >= run.step.total or progress.stopped_early:
+        if progress.step >= run.resolved.total_steps or progress.stopped_early:
             break
         recent.append(_step(run, batches, k))
         norm, tokens = recent[-1].norm, recent[-1].tokens
-        last = progress.step == run.step.total
+        last = progress.step == run.resolved.total_steps
         due = last or (
             progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
         )
@@ -174,7 +168,7 @@ def _steps(run: Run, plan: Plan) -> None:
         if saves or improved or last or stops or progress.stopped_early:
             _save(run)
         run.display.advance(progress.step, tokens)
-        if stops and progress.step < run.step.total and not progress.stopped_early:
+        if stops and progress.step < run.resolved.total_steps and not progress.stopped_early:
             raise Interrupted(run.stop.reason or "another process was told to stop")
         if not recent:
             started = time.perf_counter()
@@ -232,14 +226,15 @@ def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
 
 def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
     progress = run.progress
-    rate = learning_rate(run.config.training, progress.step - 1, run.step.total)
+    lr = learning_rate(run.resolved, progress.step - 1)
     run.display.note(loss=loss)
     if run.record.log is not None:
         run.record.log.add(
-            kind="train", step=progress.step, of=run.step.total, epoch=round(epoch, 4), loss=loss, lr=rate,
-            grad_norm=float(norm), samples=progress.samples, train_time_s=round(progress.train_time_s, 3),
+            kind="train", step=progress.step, of=run.resolved.total_steps, epoch=round(epoch, 4), loss=loss,
+            lr=lr, grad_norm=float(norm), samples=progress.samples,
+            train_time_s=round(progress.train_time_s, 3),
         )  # fmt: skip
-        results.track(run, {"loss": loss, "lr": rate, "grad_norm": float(norm)})
+        results.track(run, {"loss": loss, "lr": lr, "grad_norm": float(norm)})
 
 
 def _evaluate(run: Run, epoch: float) -> bool:
@@ -280,7 +275,7 @@ def _evaluate(run: Run, epoch: float) -> bool:
         progress.stopped_early = True
     run.display.note(**{metric: value})
     run.display.say(
-        f"step {progress.step}/{run.step.total}: {split} "
+        f"step {progress.step}/{run.resolved.total_steps}: {split} "
         + ", ".join(f"{k} {v:.4g}" for k, v in found["metrics"].items())
     )
     if run.record.log is not None:
@@ -298,7 +293,11 @@ def _watch_chance(run: Run, split: str, n: int) -> None:
     """Flag a run that has learned no more than the majority class after a set share of its steps."""
     progress, training = run.progress, run.config.training
     majority = run.objective.majority(split)
-    if majority is None or progress.best is None or progress.step < training.chance_after * run.step.total:
+    if (
+        majority is None
+        or progress.best is None
+        or progress.step < training.chance_after * run.resolved.total_steps
+    ):
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
     if level >= 1:  # so few items, or so large a majority, that nothing could be told apart

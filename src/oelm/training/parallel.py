@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from oelm.errors import UserError
 from oelm.system.private_transformers import block_class_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,25 +39,11 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:
-    """The precision a run really uses, and a warning where that is not what was asked for."""
-    if wanted == "auto":
-        return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
-    if wanted == "fp16" and device.type != "cuda":
-        return "fp32", "fp16 needs a GPU: this run uses fp32"
-    return wanted, None
-
-
 def autocast_of(precision: str, device: torch.device) -> Callable[[], Any]:
     """A callable that opens the autocast context of this precision."""
     if precision == "fp32":
         return contextlib.nullcontext
     return lambda: torch.autocast(device.type, dtype=DTYPES[precision])
-
-
-def check_sharding(fsdp: bool, state: PartialState) -> None:
-    if fsdp and state.num_processes == 1:
-        raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
 
 
 def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:

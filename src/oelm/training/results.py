@@ -3,21 +3,21 @@
 import resource
 import statistics
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from oelm.config import RunConfig
 from oelm.data.catalogue import LM
-from oelm.data.tasks.objective import Objective
 from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_references
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
 from oelm.system.private_accelerate import lacks_package, tracker_classes
 from oelm.system.version import NUMERICS
+from oelm.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
     from oelm.training.run import Run
@@ -28,36 +28,33 @@ SCHEMA = 3
 SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
-def estimate(
-    model: Any, objective: Objective, config: RunConfig, steps: int, state: PartialState
-) -> dict[str, float]:
+def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
     """Memory, time and checkpoint size, before the first step; good to a factor of two.
 
-    Time: 6 operations per parameter and token at a third of the rate of a large matrix product here.
+    Time: 6 operations per parameter and token at a third of the speed of a large matrix product here.
     """
-    training = config.training
-    per_step = objective.plan("train", training.batch_size, training.batch_tokens, None).mean_tokens
-    on_device = per_step / (state.num_processes * training.accumulate)
+    per_step = run.plan.mean_tokens
+    on_device = per_step / (run.processes * run.config.training.accumulate)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings().weight.numel()
-    multiplied = everything if objective.store.kind == "lm" else everything - embeddings
+    multiplied = everything if kind == "lm" else everything - embeddings
     text_config = model.config.get_text_config()
     width, layers = text_config.hidden_size, text_config.num_hidden_layers
     activations = on_device * width * layers * 40 * 4
-    if objective.store.kind in ("lm", "seq2seq"):
+    if kind in ("lm", "seq2seq"):
         activations += on_device * text_config.vocab_size * 3 * 4
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
-        "time_s": 6 * multiplied * per_step * steps / (0.33 * _rate(state) * state.num_processes),
+        "time_s": 6 * multiplied * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
         "checkpoint_bytes": 4 * everything + 8 * trainable,
     }
 
 
-def _rate(state: PartialState) -> float:
+def _speed(device: torch.device) -> float:
     """Operations a second of a large matrix product on this device."""
-    size, dtype = (512, torch.float32) if state.device.type == "cpu" else (4096, torch.bfloat16)
-    a = torch.ones(size, size, device=state.device, dtype=dtype)
+    size, dtype = (512, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    a = torch.ones(size, size, device=device, dtype=dtype)
     best = 1e9
     for _ in range(4):
         began = time.perf_counter()
@@ -143,7 +140,7 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen},
         "chosen_on": config.training.choose_on,
         "steps": progress.step,
-        "steps_planned": run.step.total,
+        "steps_planned": run.resolved.total_steps,
         "stopped_early": progress.stopped_early,
         "at_chance": progress.at_chance,
         "samples": progress.samples,
@@ -200,7 +197,7 @@ def track(run: "Run", values: dict[str, float]) -> None:
         tracker.log(values, step=run.progress.step)
 
 
-def check_trackers(names: list[str]) -> None:
+def check_trackers(names: Iterable[str]) -> None:
     """Refuse a name that is no tracker's, or one that is not installed, before anything is written."""
     for name in names:
         if name not in (known := tracker_classes()):

@@ -10,15 +10,15 @@ from accelerate import PartialState
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import Objective, make_objective
+from oelm.data.tasks.objective import Objective
 from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.system.files import is_out_of_memory
-from oelm.training import parallel, results
+from oelm.training import results
 from oelm.training.checkpoint import Checkpoint, Checkpoints
 from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
-from oelm.training.lineage import notes_on_start
+from oelm.training.resolve import ResolvedRun, objective_of
 from oelm.training.step import PlainStep, Watch, make_step
 from oelm.training.stopping import Stop
 
@@ -75,7 +75,7 @@ class RunRecord:
 class Run:
     """One process's part of a run, while it lasts."""
 
-    config: RunConfig
+    resolved: ResolvedRun
     store: Store
     objective: Objective
     state: PartialState
@@ -88,6 +88,10 @@ class Run:
     stop: Stop
 
     @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
     def main(self) -> bool:
         return bool(self.state.is_main_process)
 
@@ -98,7 +102,7 @@ class Run:
 
 
 def start_run(
-    config: RunConfig,
+    resolved: ResolvedRun,
     store: Store,
     objective: Objective,
     folder: RunFolder,
@@ -109,10 +113,9 @@ def start_run(
     stop: Stop,
 ) -> Run:
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
-    training = config.training
-    _, warning = parallel.resolve_precision(training.precision, state.device)
+    config = resolved.config
     before = fingerprint(raw.to(state.device))
-    checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep)
     loaded = checkpoints.load_last()
     progress, scaler = Progress(), {}
     if loaded is not None:
@@ -120,9 +123,9 @@ def start_run(
             scaler = loaded.state.pop("scaler", {})
             progress = Progress.of(loaded.state)
     if progress.plain_from is None:
-        step = make_step(config, objective, raw, state, progress.watch)
+        step = make_step(resolved, objective, raw, state, progress.watch)
     else:
-        step = PlainStep(config, objective, raw, state)
+        step = PlainStep(resolved, objective, raw, state)
     if loaded is not None:
         with _fitting(loaded):
             step.restore(loaded)
@@ -132,14 +135,12 @@ def start_run(
     if state.is_main_process:
         around = environment(state.device, state.num_processes)
         _compare(progress, arithmetic(around))
-    start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
-    for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
-        if text:
-            progress.warn(text)
+    for text in (*resolved.warnings, *checkpoints.problems):
+        progress.warn(text)
     label = f"{config.method.name} on {store.task}"
-    display = Display(label, step.total, progress.step, show and state.is_main_process)
+    display = Display(label, resolved.total_steps, progress.step, show and state.is_main_process)
     record = RunRecord(folder, checkpoints)
-    run = Run(config, store, objective, state, report, before, step, progress, record, display, stop)
+    run = Run(resolved, store, objective, state, report, before, step, progress, record, display, stop)
     if run.main:
         if loaded is not None:
             checkpoints.settle(asdict(progress))
@@ -160,13 +161,11 @@ def fall_back(run: Run, number: int) -> None:
 
     The fast path has left these as they were: see `speed.adamw.fault_of`.
     """
-    config, progress, training = run.config, run.progress, run.config.training
+    progress = run.progress
     model, moments = run.step.hand_over(number - 1)
-    run.objective = make_objective(
-        run.store, config.task.max_length, training.label_smoothing, training.class_weights
-    )
-    raw, _ = build_model(config, run.store, run.objective.auto_class)
-    run.step = PlainStep(config, run.objective, raw.to(run.state.device), run.state)
+    run.objective = objective_of(run.config, run.store)
+    raw, _ = build_model(run.config, run.store, run.objective.auto_class)
+    run.step = PlainStep(run.resolved, run.objective, raw.to(run.state.device), run.state)
     run.step.restore(Checkpoint(model, moments, {}))
     audit(raw, run.before)
     run.step.model.train()
@@ -204,19 +203,14 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def _habits(config: RunConfig) -> Iterator[str]:
-    if config.training.choose_on == "test":
-        yield "the best step is chosen on the test split: a published habit, not a fair measurement"
-
-
 def _introduce(run: Run, resumed: bool) -> None:
     """Say what is about to happen: size, memory, time; and refuse a disk that is too small."""
     step, say = run.step, run.display.say
-    estimate = results.estimate(step.raw, run.objective, run.config, step.total, run.state)
+    estimate = results.estimate(step.raw, run.store.kind, run.resolved)
     say(str(run.conversion))
     say(
-        f"{run.store.task}: {len(run.store['train']):,} training items, {step.total:,} steps on "
-        f"{run.state.device.type} in {step.precision}; about "
+        f"{run.store.task}: {len(run.store['train']):,} training items, {run.resolved.total_steps:,} steps "
+        f"on {run.state.device.type} in {step.precision}; about "
         f"{estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])}"
     )
     if run.state.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Learning rate, length of a run and randomness as functions of the step alone: resuming needs no memory."""
+"""Learning rate and randomness as functions of the step alone: resuming needs no memory."""
 
 import math
 from typing import Any
@@ -8,28 +8,14 @@ import torch
 from torch import nn
 
 from oelm.config import TrainingConfig
-from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
 from oelm.models.families import family_of, layers_of, relative_name
+from oelm.training.resolve import ResolvedRun
 
 
-def total_steps(training: TrainingConfig, plan: Plan) -> int:
-    """The run's length in optimizer steps; a fraction of an epoch is a fraction of its batches."""
-    if training.steps is not None:
-        return training.steps
-    assert training.epochs is not None
-    full = int(training.epochs)
-    rest = training.epochs - full
-    return max(1, plan.steps(full) + (round(rest * len(plan.epoch(full))) if rest else 0))
-
-
-def warmup_steps(training: TrainingConfig, total: int) -> int:
-    return int(training.warmup * total) if training.warmup < 1 else int(training.warmup)
-
-
-def learning_rate(training: TrainingConfig, step: int, total: int) -> float:
-    """The rate of step 0, 1, ...: up in a line, then down as the schedule says, to 0 after the last step."""
-    warmup = warmup_steps(training, total)
+def learning_rate(run: ResolvedRun, step: int) -> float:
+    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule, to 0 after the last step."""
+    training, warmup, total = run.config.training, run.warmup_steps, run.total_steps
     if step < warmup:
         return training.lr * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -38,10 +24,10 @@ def learning_rate(training: TrainingConfig, step: int, total: int) -> float:
     return training.lr * (1 - done) if training.schedule == "linear" else training.lr
 
 
-def shrinkage(training: TrainingConfig, scale: float, steps: int, total: int) -> float:
-    """What weight decay leaves of a matrix that has no gradient, after so many of a run's steps."""
-    rates = (learning_rate(training, step, total) * scale for step in range(steps))
-    return math.prod(1 - rate * training.weight_decay for rate in rates)
+def shrinkage(run: ResolvedRun, scale: float, steps: int) -> float:
+    """The factor by which weight decay alone shrinks a matrix in the first `steps` steps of a run."""
+    rates = (learning_rate(run, step) * scale for step in range(steps))
+    return math.prod(1 - rate * run.config.training.weight_decay for rate in rates)
 
 
 def make_optimizer(

@@ -12,7 +12,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.assemble import Layout
 from oelm.data.read_ahead import read_whole
@@ -20,7 +19,8 @@ from oelm.data.tasks.objective import Batch, Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
-from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate, total_steps
+from oelm.training.resolve import ResolvedRun
+from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate
 
 AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
@@ -40,15 +40,13 @@ class PlainStep:
 
     plain = True
 
-    def __init__(self, config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> None:
+    def __init__(self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState) -> None:
         """Place the model `raw` on its device, wrap it and give it an optimizer."""
-        self.config, self.objective, self.state, self.raw = config, objective, state, raw
-        training = config.training
-        self.precision, _ = parallel.resolve_precision(training.precision, state.device)
+        self.resolved, self.objective, self.state, self.raw = resolved, objective, state, raw
+        self.config, self.precision = resolved.config, resolved.precision
+        training = self.config.training
         self.autocast: Callable[[], Any] = parallel.autocast_of(self.precision, state.device)
         self.scaler = torch.amp.GradScaler(state.device.type, enabled=self.precision == "fp16")
-        self.plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
-        self.total = total_steps(training, self.plan)
         self.layout = Layout(segments=takes_segments(raw))
         self.reads_ahead = not read_whole(objective.store["train"].tokens)  # the data exceeds the memory
         # Masked cuDNN attention gives NaN gradients (models.gpt_block.MASKED_KERNELS), in other models, too.
@@ -78,7 +76,7 @@ class PlainStep:
         if self.reads_ahead and k + AHEAD < len(batches):
             self.objective.expect("train", batches.batch(k + AHEAD))
         count = self.objective.count("train", batches.batch(k))
-        set_learning_rate(self.optimizer, learning_rate(training, number, self.total))
+        set_learning_rate(self.optimizer, learning_rate(self.resolved, number))
         loss: Tensor = torch.zeros((), device=state.device)
         tokens = 0
         for micro in range(training.accumulate):
@@ -143,18 +141,18 @@ class PlainStep:
 
 
 def make_step(
-    config: RunConfig, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
+    resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
 ) -> PlainStep:
     """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there.
 
     With `watch` the fast path is compared with the plain one now and then.
     """
-    if config.training.fast:
+    if resolved.config.training.fast:
         try:
             from oelm.speed import FastStep
         except ModuleNotFoundError as error:
             if error.name != "oelm.speed":
                 raise
         else:
-            return FastStep(config, objective, raw, state, watch)
-    return PlainStep(config, objective, raw, state)
+            return FastStep(resolved, objective, raw, state, watch)
+    return PlainStep(resolved, objective, raw, state)

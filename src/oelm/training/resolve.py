@@ -1,0 +1,172 @@
+"""From a user's config to a run with nothing left open, once: `prepare_data`, then `resolve_run`.
+
+Both return new frozen objects, and nothing changes these afterwards.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oelm.config import RunConfig, TaskConfig, TrainingConfig
+from oelm.data import TASKS, Choice, Plan, Store
+from oelm.data.catalogue import LM, SEQ2SEQ
+from oelm.data.tasks.objective import Objective, make_objective
+from oelm.data.tokenizer import load_tokenizer
+from oelm.errors import UserError
+from oelm.models.build import default_model, refuse_seq2seq
+from oelm.models.gpt_sizes import PRESETS
+from oelm.training.lineage import check_start, model_folder, notes_on_start, short_model_name
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with nothing left open: what a step, a benchmark and an estimate are made from."""
+
+    config: RunConfig  # all defaults filled in
+    device: torch.device
+    processes: int
+    precision: str  # fp32, bf16 or fp16
+    plan: Plan  # the training batches
+    total_steps: int
+    warmup_steps: int
+    warnings: tuple[str, ...]
+
+
+def resolve_run(
+    config: RunConfig, objective: Objective, device: torch.device, processes: int = 1
+) -> ResolvedRun:
+    """What a config means on this data, device and number of processes. Raises UserError where it cannot run.
+
+    `objective` knows the prepared dataset and how its items are counted.
+    """
+    config = _with_model(config, device)
+    training, store = config.training, objective.store
+    if training.fsdp and processes == 1:
+        raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
+    precision, warning = resolve_precision(training.precision, device)
+    plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
+    plan.check(processes * training.accumulate)
+    total = _total_steps(training, plan)
+    warmup = int(training.warmup * total) if training.warmup < 1 else int(training.warmup)
+    warnings = [
+        *([warning] if warning else []),
+        *store.warnings,
+        *notes_on_start(str(config.model.name), store.kind, config.task.max_length),
+    ]
+    if training.choose_on == "test":
+        warnings.append(
+            "the best step is chosen on the test split: a published habit, not a fair measurement"
+        )
+    return ResolvedRun(config, device, processes, precision, plan, total, warmup, tuple(warnings))
+
+
+def objective_of(config: RunConfig, store: Store) -> Objective:
+    """What a run learns on its data."""
+    training = config.training
+    return make_objective(store, config.task.max_length, training.label_smoothing, training.class_weights)
+
+
+def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:
+    """The precision a run really uses, and a warning where that is not what was asked for."""
+    if wanted == "auto":
+        return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
+    if wanted == "fp16" and device.type != "cuda":
+        return "fp32", "fp16 needs a GPU: this run uses fp32"
+    return wanted, None
+
+
+def _total_steps(training: TrainingConfig, plan: Plan) -> int:
+    """The run's length in optimizer steps; a fraction of an epoch is a fraction of its batches."""
+    if training.steps is not None:
+        return training.steps
+    assert training.epochs is not None
+    full = int(training.epochs)
+    rest = training.epochs - full
+    return max(1, plan.steps(full) + (round(rest * len(plan.epoch(full))) if rest else 0))
+
+
+def _with_model(config: RunConfig, device: torch.device) -> RunConfig:
+    """The config with its model named: the device's default, or the model folder of a run that is named."""
+    name = model_folder(config.model.name or default_model(device))
+    return replace(config, model=replace(config.model, name=name))
+
+
+def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[RunConfig, Store]:
+    """The run's prepared dataset, and the config that names it, its tokenizer and its model."""
+    config = _with_model(config, device)
+    task, model = config.task, str(config.model.name)
+    choice = choice_of(task, model)
+    if model not in PRESETS:
+        check_start(model)
+    store = choice.store(show_progress=show)
+    if Path(choice.data) == store.folder:
+        check_prepared(store, task)
+        if model not in PRESETS:
+            check_tokenizer(store, load_tokenizer(model), model)
+        if store.kind != LM:
+            task = replace(task, max_length=store.max_length)
+    return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
+
+
+def default_folder(config: RunConfig) -> Path:
+    """Where a run is written if nobody says where."""
+    name = config.experiment or "-".join(
+        [
+            Path(str(config.task.name or config.task.data)).stem,
+            short_model_name(config.model.name or "gpt"),
+            config.method.name,
+            f"lr{config.training.lr:g}",
+            f"s{config.training.seed}",
+        ]
+    )
+    return Path("runs") / name
+
+
+def choice_of(task: TaskConfig, model: str | None) -> Choice:
+    """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
+    if bool(task.name) == bool(task.data):
+        raise UserError("name one of task.name (--task) and task.data (--data)")
+    if task.name and task.name not in TASKS:
+        raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
+    if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
+        raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
+    if task.target and model in PRESETS:  # known before anything is prepared
+        refuse_seq2seq(model, SEQ2SEQ)
+    values = {key: value for key, value in vars(task).items() if key not in ("name", "data", "tokenizer")}
+    tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
+    return Choice(str(task.name or task.data), **values, tokenizer=tokenizer)
+
+
+def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
+    """Refuse a prepared dataset whose tokenizer is not the model's."""
+    if store.tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{store.folder} was prepared with another tokenizer than that of {model}; prepare it again with "
+            f"--tokenizer {model}"
+        )
+
+
+def check_prepared(store: Store, task: TaskConfig) -> None:
+    """Refuse a config that asks for something else than a prepared dataset holds."""
+    made_with = store.meta["tokenizer"]["name"]
+    if task.train_size or task.train_on or task.test_file:
+        raise UserError(
+            f"{task.data} is prepared already: train_size, train_on and test_file come too late; "
+            "give them to `oelm data prepare`"
+        )
+    if task.tokenizer and task.tokenizer != made_with:
+        raise UserError(
+            f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}; prepare it again"
+        )
+    if store.kind != LM and task.max_length not in (TaskConfig.max_length, store.max_length):
+        raise UserError(
+            f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}; prepare it "
+            "again, or leave max_length out"
+        )
+    if task.max_target_length not in (None, store.max_target_length):
+        raise UserError(
+            f"{task.data} was prepared with max_target_length {store.max_target_length}, "
+            f"not {task.max_target_length}; prepare it again, or leave max_target_length out"
+        )

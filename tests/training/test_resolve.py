@@ -1,0 +1,98 @@
+"""A run is resolved once, into objects that nothing changes afterwards."""
+
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+import torch
+
+import oelm
+from oelm.bench.load import made_stream, made_texts
+from oelm.config import RunConfig, make_config, resolve_config
+from oelm.study.design import StudyConfig
+from oelm.training.loop import train
+from oelm.training.resolve import objective_of, prepare_data, resolve_run
+from tests.data.made import labelled
+
+CPU = torch.device("cpu")
+
+
+def resolved(training, store=None, device=CPU, processes=1, **tables):
+    store = store or made_texts("made", [5, 9, 32, 2] * 10, 300, 32)
+    config = make_config({"task": {"max_length": 32}, "training": training, **tables})
+    return resolve_run(config, objective_of(config, store), device, processes)
+
+
+def test_configs_and_resolved_runs_are_frozen():
+    run = resolved({"steps": 5})
+    sections = [getattr(run.config, name) for name in ("task", "model", "method", "training", "arm")]
+    for frozen in (run, run.plan, run.config, *sections, StudyConfig()):
+        for name in vars(frozen):
+            with pytest.raises(FrozenInstanceError):
+                setattr(frozen, name, None)
+
+
+def test_what_is_left_open_is_filled_in_and_the_given_config_stays():
+    asked = RunConfig()
+    before = asdict(asked)
+    run = resolve_run(asked, objective_of(asked, made_texts("made", [5, 9] * 20, 300, 512)), CPU)
+    assert asdict(asked) == before and run.config.model.name == "gpt-tiny"
+    assert (run.precision, run.total_steps, run.warmup_steps) == ("fp32", 9, 0)  # 3 epochs of 3 steps, 6 %
+    assert resolved({}, device=torch.device("cuda")).config.model.name == "gpt-medium-512"
+    again = resolve_run(run.config, objective_of(run.config, made_texts("made", [5, 9] * 20, 300, 512)), CPU)
+    assert again.config == run.config
+
+
+def test_steps_are_those_of_the_data():
+    assert resolved({"epochs": 1.5, "batch_size": 4}).total_steps == 15
+    assert resolved({"steps": 50, "warmup": 0.1}).warmup_steps == 5
+    windows = resolved({"epochs": 2, "batch_size": 4}, made_stream(32 * 20, 300, 32))
+    assert windows.total_steps == 10 and windows.plan.mean_tokens == 4 * 32
+
+
+def test_warnings_come_with_the_run():
+    run = resolved({"precision": "fp16", "choose_on": "test"})
+    assert run.precision == "fp32"
+    assert "fp16 needs a GPU" in run.warnings[0] and "chosen on the test split" in run.warnings[-1]
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(oelm.UserError, match="shards over processes"):
+        resolved({"fsdp": True})
+    assert resolved({"fsdp": True}, processes=2).processes == 2
+    with pytest.raises(oelm.UserError, match="too few for 8 parts"):
+        resolved({"batch_size": 4, "accumulate": 4}, processes=2)
+
+
+def test_data_decides_tokenizer_and_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(tmp_path / "cache"))
+    labelled(tmp_path / "x.csv")
+    columns = {"data": str(tmp_path / "x.csv"), "text": "body", "label": "topic"}
+    asked = make_config({"task": columns | {"tokenizer": "train:300", "max_length": 16}})
+    config, store = prepare_data(asked, CPU, show=False)
+    assert (config.task.tokenizer, config.task.max_length, config.model.name) == ("train:300", 16, "gpt-tiny")
+    prepared = make_config({"task": {"data": str(store.folder)}})
+    config, _ = prepare_data(prepared, CPU, show=False)
+    assert (config.task.tokenizer, config.task.max_length) == ("train:300", 16)
+    assert (prepared.task.tokenizer, prepared.task.max_length) == (None, 512)
+
+
+@pytest.mark.parametrize(
+    ("file", "assignment"), [('task = "imdb"', ""), ("", "training=3"), ("training = 3", "")]
+)
+def test_a_value_in_place_of_a_table_is_one_line(tmp_path, file, assignment):
+    path = tmp_path / "run.toml"
+    path.write_text(file)
+    with pytest.raises(oelm.UserError, match=r"(task|training) = .* does not fit"):
+        resolve_config({"training": {"epochs": 3}}, path, {}, [assignment] if assignment else [])
+
+
+def test_a_run_of_the_library_names_its_model(tmp_path):
+    from oelm.data import open_store
+    from oelm.training.folder import read_config
+    from tests.training.runs import make_store
+
+    asked = make_config(
+        {"task": {"max_length": 32}, "training": {"steps": 2, "batch_size": 4, "test": False}}
+    )
+    train(asked, open_store(make_store(tmp_path)), tmp_path / "run", show=False)
+    assert asked.model.name is None and read_config(tmp_path / "run").model.name == "gpt-tiny"
