@@ -144,7 +144,7 @@ def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
     victim.write_text(json.dumps(results))
     code, text = study(data, out, *more)
     assert code == 0, text
-    assert "oelm lr 0.001 seed 2: the fast path gave out at step 5" in text
+    assert "oelm lr 0.001 seed 2: the fast path failed at step 5" in text
     new = {path.parent for path in out.rglob("results.json")} - before
     assert sorted(folder.parent.name for folder in new) == ["baseline", "oelm"]
     for folder in new:

@@ -87,7 +87,7 @@ def test_runs_side_by_side_take_no_more_threads_than_they_are_given(monkeypatch,
     """Else each takes all cores, and they wait for one another: on GPUs too."""
     import torch
 
-    from oelm.study.conduct import slots_for
+    from oelm.study.launchers.local import slots_for
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * 10**10, 8 * 10**10))

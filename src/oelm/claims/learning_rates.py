@@ -22,7 +22,7 @@ from oelm.claims.data import (
     show_problems,
 )
 from oelm.study import statistics
-from oelm.study.matrix import Cell, Scores, best_rate
+from oelm.study.matrix import Cell, Scores, best_lr
 from oelm.study.result_types import LEVEL, Arm, Group
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot go below 5 %
@@ -75,7 +75,7 @@ def _by_seed(group: Group, ours: Arm, theirs: Arm, grid: Sequence[float]) -> lis
 
 def _only_best(method: str, grid: Sequence[float], seed: int, scores: Scores, larger: bool) -> float | None:
     """The best rate of a seed; None where all failed, or several are equally good: which is then chance."""
-    best = best_rate(method, grid, [seed], scores, larger)
+    best = best_lr(method, grid, [seed], scores, larger)
     if best is None:
         return None
     top = scores[Cell(method, best, seed, True)]

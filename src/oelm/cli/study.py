@@ -76,7 +76,7 @@ def study(
     if dry_run:
         say(describe(found, folder))
     elif import_:
-        bring_in(found, folder, import_)
+        import_records(found, folder, import_)
     else:
         conduct_and_report(found, folder, limit, lang, as_json)
 
@@ -157,15 +157,15 @@ def resolve_study(
 
 def describe(study: "Study", out: Path) -> str:
     """The matrix with an estimate of time."""
-    from oelm.study.conduct import check_methods, estimate_run, prepare_settings, slots_for
+    from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings
     from oelm.study.folder import StudyFolder
     from oelm.training.display import duration
 
     table = study.table
-    settings = prepare_settings(study, show=True)
+    settings = prepare_settings(study)
     check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
-    slots = len(slots_for(table, max(estimate.memory_bytes for estimate in estimates)))
+    places = make_launcher(study, estimates, out).places
     methods, grid = len(study.methods), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     measured = methods * table.seeds
@@ -177,14 +177,14 @@ def describe(study: "Study", out: Path) -> str:
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):
-        total += estimate.time_s * (choosing + measured)
+        total += estimate["time_s"] * (choosing + measured)
         lines.append(
             f"{setting.task}: {setting.config.model.name}, {choosing} runs to choose + {measured} measured, "
-            f"about {estimate.memory_bytes / 1e9:.1f} GB and {duration(estimate.time_s)} each"
+            f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])} each"
         )
     lines.append(
-        f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
-        f"{duration(total / slots)} (good to a factor of two; a wider grid comes on top)"
+        f"in all    {len(settings) * (choosing + measured)} runs, {places} side by side: about "
+        f"{duration(total / places)} (good to a factor of two; a wider grid comes on top)"
     )
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
@@ -193,17 +193,17 @@ def describe(study: "Study", out: Path) -> str:
     return "\n".join(lines)
 
 
-def bring_in(study: "Study", out: Path, sources: list[Path]) -> None:
+def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
     from oelm.study.conduct import prepare_settings
     from oelm.study.folder import StudyFolder
 
     folder = StudyFolder(out)
-    with folder.opened(study):
-        settings = prepare_settings(study, show=True)
+    with folder.lock(study):
+        settings = prepare_settings(study)
         folder.save(study, settings)
         for source in sources:
-            came, refused = folder.bring_in(source, settings)
-            say(f"{source}: {came} records imported")
+            imported, refused = folder.import_records(source, settings)
+            say(f"{source}: {imported} records imported")
             for reason, count in refused.items():
                 say(f"  {count} left out: {reason}")
 

@@ -17,7 +17,7 @@ from oelm.study import statistics
 from oelm.study.design import Study
 from oelm.study.folder import StudyFolder
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
-from oelm.study.matrix import Cell, Matrix, rate_means, unfold
+from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
 from oelm.study.result_types import (
     FEWEST_SEEDS,
@@ -116,7 +116,8 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
         methods = [m for m in study.methods if m in methods]
     else:
         methods.sort(key=lambda m: (m != "baseline", m))
-    matrix = _matrix(records, study) if study else None
+    scores = {record.cell: record.validation for record in records if record.evaluated}
+    matrix = study.matrix(scores, first.larger_is_better, partial=True) if study else None
     arms = {m: _arm(m, [r for r in records if r.method == m], matrix, study) for m in methods}
     return Group(
         setting=setting,
@@ -139,19 +140,6 @@ def _one_path(records: list[Record]) -> list[Record]:
     return kept or records
 
 
-def _matrix(records: Iterable[Record], study: Study) -> Matrix:
-    scores = {
-        Cell(record.method, record.lr, record.seed, record.choosing): record.validation
-        for record in records
-        if record.evaluated
-    }
-    first = next(iter(records))
-    return unfold(
-        list(study.methods), study.table.lrs, study.choice_seeds, study.seeds, study.table.widen, scores,
-        first.larger_is_better, partial=True,
-    )  # fmt: skip
-
-
 def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> Arm:
     trials = [record for record in records if record.choosing]
     measured = [record for record in records if not record.choosing]
@@ -170,9 +158,14 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     failures = tuple(
         _failure(r) for r in (*trials, *measured) if (r.validation if r.choosing else r.test) is None
     )
+    scores = {r.cell: r.validation for r in trials}
+    means = {
+        lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
+        for lr in sorted({cell.lr for cell in scores})
+    }
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
     return Arm(
-        method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials), unevaluated
+        method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated
     )  # fmt: skip
 
 
@@ -184,15 +177,6 @@ def _failure(record: Record) -> Failure:
         status, reason = str(record.results["status"]), str(record.results.get("reason", ""))
     kind = "diverged" if record.completed else record.failure_kind
     return Failure(record.method, record.lr, record.seed, status, reason, kind)
-
-
-def _rates(method: str, trials: list[Record]) -> dict[float, float | None]:
-    scores = {Cell(method, r.lr, r.seed, True): r.validation for r in trials}
-    found: dict[float, float | None] = {}
-    for lr in sorted({r.lr for r in trials}):
-        seeds = [cell.seed for cell in scores if cell.lr == lr]
-        found |= rate_means(method, [lr], seeds, scores)
-    return found
 
 
 def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
 from oelm.errors import UserError
 from oelm.method import Method
+from oelm.study.launchers import LAUNCHERS
+from oelm.study.matrix import Matrix, Scores, plan_runs
 
 # Measured runs have the seeds 1, 2, ...; the rate is chosen with seeds that no measured run uses.
 FIRST_SEED, FIRST_CHOICE_SEED = 1, 1001
@@ -35,6 +37,7 @@ class StudyConfig:
     threads: int = 1  # of the CPU, for each run
     memory_gb: float = 0.0  # for all runs together; 0: four fifths of what is free
     gpus_per_run: int = 1  # processes of each run; each has a GPU of its own where there are GPUs
+    launcher: str = "local"  # where runs are trained: a name of `oelm.study.launchers`
 
     def __post_init__(self) -> None:
         for name in ("seeds", "choose_seeds", "threads", "gpus_per_run", "margin"):
@@ -50,12 +53,14 @@ class StudyConfig:
         if len(self.methods) < 2:
             raise UserError("study.methods needs at least two methods to compare")
         self.lrs = sorted(set(map(float, self.lrs)))
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"study.launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
 
 
 # Keys that decide how runs are made and kept, not what the study compares.
-INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run")
+INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run", "launcher")
 
 
 # What the arms of a study may differ in besides their method; the data is the same for all.
@@ -166,6 +171,13 @@ class Study:
             merge(values, {"task": {"name": task}})
             merge(values, self.per_task.get(task, {}))
         return make_config(values, self.title or "study")
+
+    def matrix(self, scores: Scores, larger_is_better: bool, partial: bool = False) -> Matrix:
+        """The runs of one task that are needed, given these validation scores; see `plan_runs`."""
+        table, names = self.table, list(self.methods)
+        return plan_runs(
+            names, table.lrs, self.choice_seeds, self.seeds, table.widen, scores, larger_is_better, partial
+        )
 
     def to_dict(self) -> dict[str, Any]:
         table = {key: value for key, value in asdict(self.table).items() if value is not None}

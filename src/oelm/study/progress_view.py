@@ -7,14 +7,14 @@ from statistics import fmean
 from typing import Any
 
 from oelm.study.matrix import Cell, Matrix
-from oelm.study.scheduler import Progress
+from oelm.study.scheduler import StudyProgress
 from oelm.system.terminal import console, say
 from oelm.training.display import duration
 from oelm.training.status import run_status
 
 
 class Live:
-    """Shows a study's progress on standard error; `show` is what a Runner calls."""
+    """Shows a study's progress on standard error; a Scheduler calls `show`."""
 
     def __init__(self) -> None:
         self.began, self.first_done = time.monotonic(), -1
@@ -32,7 +32,7 @@ class Live:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: StudyProgress) -> None:
         if self.first_done < 0:
             self.first_done = progress.done
             if self.first_done:
@@ -49,7 +49,7 @@ class Live:
         else:
             say(text, err=True)
 
-    def _summary(self, progress: Progress) -> str:
+    def _summary(self, progress: StudyProgress) -> str:
         # A run may have written its results before its process has said so: it is done, not running.
         running = [run for run in progress.running if run.cell not in run.setting.scores]
         expected = progress.done + len(running) + len(progress.waiting) + expected_later(progress)
@@ -61,7 +61,7 @@ class Live:
             text += f", about {duration(left)} left"
         return text
 
-    def _picture(self, progress: Progress) -> Any:
+    def _picture(self, progress: StudyProgress) -> Any:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -82,7 +82,7 @@ class Live:
         return Group(table, Text(), running, *failed, Text(self._summary(progress), style="bold"))
 
 
-def expected_later(progress: Progress) -> int:
+def expected_later(progress: StudyProgress) -> int:
     """Measured runs that a choice still to be made will ask for."""
     undecided = [
         setting
@@ -107,7 +107,7 @@ def _cells(setting: Any, matrix: Matrix, method: str) -> list[str]:
     ]
 
 
-def kept_models(progress: Progress, root: Path) -> list[tuple[str, Path]]:
+def kept_models(progress: StudyProgress, root: Path) -> list[tuple[str, Path]]:
     """The trained models that were kept: what they are, and where."""
     found = []
     for setting, matrix in zip(progress.settings, progress.matrices, strict=True):

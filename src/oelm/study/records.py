@@ -18,6 +18,7 @@ from oelm.config import RunConfig
 from oelm.data.tasks.metrics import LOWER_IS_BETTER
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
+from oelm.study.matrix import Cell
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.system.files import read_file, read_json, read_object
 from oelm.training.folder import read_config
@@ -119,6 +120,11 @@ class Record:
     @property
     def seed(self) -> int:
         return self.config.training.seed
+
+    @property
+    def cell(self) -> Cell:
+        """The run's place in the matrix of its study."""
+        return Cell(self.method, self.lr, self.seed, self.choosing)
 
     @property
     def metric(self) -> str:
