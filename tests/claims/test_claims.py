@@ -156,7 +156,7 @@ def with_problem(code: str) -> Analysis:
     if code == "unequal_trials":
         (group,) = analysis.groups
         for count, (method, arm) in enumerate(group.arms.items(), 1):
-            group.arms[method] = replace(arm, chosen=True, rates=dict.fromkeys(GRID[:count], 0.8))
+            group.arms[method] = replace(arm, chosen=True, lr_scores=dict.fromkeys(GRID[:count], 0.8))
     return analysis
 
 

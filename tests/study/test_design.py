@@ -26,7 +26,7 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     study = make_study(read_study(str(tmp_path / "s.toml")))
     assert list(study.methods) == ["baseline", "oelm", "oelm (init=own)"]
-    assert study.reference == "baseline" and study.table.lrs == [3e-4, 1e-3]
+    assert study.reference_arm == "baseline" and study.table.lrs == [3e-4, 1e-3]
     imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
     assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
     assert sst2.training.epochs == 2 and sst2.task.name == "sst2" and sst2.task.max_length == 128

@@ -130,7 +130,7 @@ def notes(claim: Claim, group: Group) -> list[Said]:
         if arm.chosen and group.matrix and arm.lr in (group.matrix.grid[0], group.matrix.grid[-1]):
             found.append(say("edge", method=method))
         for name in group.behind(arm):
-            ours, theirs = fmean(arm.values), group.references[name][group.metric]
+            ours, theirs = fmean(arm.values), group.trivial_baselines[name][group.metric]
             found.append(say("behind", method=method, name=name, ours=f"{ours:.4g}", theirs=f"{theirs:.4g}"))
     return found
 

@@ -52,7 +52,7 @@ def rate_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Said]]:
     if any(r.results.get("at_chance") for arm in (ours, theirs) for r in arm.trials if r.lr == arm.lr):
         return [], [say("problems", problems=show_problems(["at_chance"]))]
     said = [say("rates_step", step=step)]
-    own, there = ours.rates.get(ours.lr), ours.rates.get(theirs.lr)
+    own, there = ours.lr_scores.get(ours.lr), ours.lr_scores.get(theirs.lr)
     if own is not None and there is not None and ours.lr != theirs.lr:
         lost = show(
             group.points(own) - group.points(there), "points" if group.kind == "share" else "%", False

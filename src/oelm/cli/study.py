@@ -170,7 +170,7 @@ def describe(study: "Study", out: Path) -> str:
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     measured = methods * table.seeds
     lines = [
-        f"methods   {', '.join(study.methods)} (compared with {study.reference})",
+        f"methods   {', '.join(study.methods)} (compared with {study.reference_arm})",
         f"rates     {', '.join(f'{lr:g}' for lr in table.lrs)}"
         + (f"; up to {table.widen} more on each side while a best one is at the edge" if choosing else ""),
         f"seeds     {table.choose_seeds} for the choice, {table.seeds} fresh ones measured",

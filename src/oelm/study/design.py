@@ -141,7 +141,8 @@ class Study:
         return sorted(keys)
 
     @property
-    def reference(self) -> str:
+    def reference_arm(self) -> str:
+        """The name of the arm that the others are compared with."""
         if self.table.reference is None:
             return next(iter(self.methods))
         if self.table.reference in self.arms:
@@ -215,7 +216,7 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
                 f"{where}: training.choose_on = 'test' repeats a published habit at one rate; "
                 "several study.lrs are chosen on validation"
             )
-    assert study.reference
+    assert study.reference_arm
     return study
 
 

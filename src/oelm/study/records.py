@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -278,3 +279,16 @@ def find_records(root: Path, damaged: list[str] | None = None, follow: bool = Tr
             continue
         if record is not None:
             yield record
+
+
+def mean_result(records: Iterable[Record], name: str) -> float | None:
+    """The mean of a number of results.json; None if no record has it."""
+    values = [value for record in records if (value := record.results.get(name)) is not None]
+    return fmean(values) if values else None
+
+
+def mean_metric(records: Iterable[Record], part: str, name: str) -> float | None:
+    """The mean of a metric of the "test" or "best" evaluation; None if no record has it."""
+    metrics = [(record.results.get(part) or {}).get("metrics") or {} for record in records]
+    values = [value for entry in metrics if (value := entry.get(name)) is not None]
+    return fmean(values) if values else None

@@ -98,7 +98,7 @@ def _failures(view: View, group: Group) -> Iterable[Notice]:
 
 
 def run_name(view: View, method: str, lr: float, seed: int) -> str:
-    return view.words("notice.run_name", method=method, rate=numbers.rate(lr), seed=seed)
+    return view.words("notice.run_name", method=method, rate=numbers.learning_rate(lr), seed=seed)
 
 
 def _unevaluated(view: View, group: Group) -> Iterable[Notice]:
@@ -138,10 +138,10 @@ def _of_arm(view: View, group: Group, arm: Arm) -> Iterable[tuple[str, str, dict
     if behind := group.behind(arm):
         yield "trivial", "behind", {"names": words.items(words.name("trivial", name) for name in behind)}
     if arm.records and not arm.chosen:
-        rates = map(numbers.rate, sorted({record.lr for record in arm.records}))
+        rates = map(numbers.learning_rate, sorted({record.lr for record in arm.records}))
         yield "rate", "not_chosen", {"rate": words.items(rates)}
     if group.matrix and arm.method in group.matrix.at_edge:
-        yield "rate", "at_edge", {"rate": numbers.rate(arm.lr)}
+        yield "rate", "at_edge", {"rate": numbers.learning_rate(arm.lr)}
     if group.matrix and arm.method in group.matrix.failed:
         yield "rate", "no_rate", {}
 
