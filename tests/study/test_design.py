@@ -57,7 +57,7 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
             "per_task.imdb.training.lr is set by study.lrs",
         ),
         ({"training": {"choose_on": "test"}}, "several study.lrs are chosen on validation"),
-        ({"study": {"seeds": True}}, "study.seeds is neither true nor false"),
+        ({"study": {"seeds": True}}, "study.seeds must not be a boolean, got true"),
         ({"training": {"epoch": 1}}, "unknown key 'training.epoch'"),
         ({"study": {"tasks": ["imdb"]}, "per_task": {"sst2": {}}}, "per_task.sst2"),
     ],

@@ -211,11 +211,11 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, where the models are and what failed."""
     from oelm.study.conduct import conduct
-    from oelm.study.progress_view import Live, kept_models
+    from oelm.study.progress_view import ProgressView, kept_models
     from oelm.study.report import as_plain, summary, write_report
 
-    with Live() as live:
-        progress = conduct(study, out, limit, live.show)
+    with ProgressView() as view:
+        progress = conduct(study, out, limit, view.show)
     written = write_report(out, lang)
     if as_json:
         say(json.dumps(as_plain(written.analysis), ensure_ascii=False))
