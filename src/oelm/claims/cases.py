@@ -27,7 +27,7 @@ from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-from oelm.study.result_types import LEVEL, Analysis, Arm, Group
+from oelm.study.result_types import LEVEL, Analysis, ArmResult, Group
 
 
 def architecture(group: Group) -> str:
@@ -56,7 +56,7 @@ def part_of(claim: Claim, group: Group) -> ClaimPart | None:
     return any_task if own_file else claim.parts.get(group.task, any_task)
 
 
-def arms_of(claim: Claim, group: Group) -> tuple[Arm, Arm]:
+def arms_of(claim: Claim, group: Group) -> tuple[ArmResult, ArmResult]:
     """The arm of the claim's method and its reference arm."""
     return group.arms[claim.method], group.arms[claim.reference_arm]
 

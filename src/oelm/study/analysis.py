@@ -19,7 +19,7 @@ from oelm.study.folder import StudyFolder, check_folder
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
-from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, Arm, Comparison, Failure, Group
+from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
 from oelm.training.predictions import item_scores
 
 
@@ -131,7 +131,7 @@ def _one_path(records: list[Record]) -> list[Record]:
     return kept or records
 
 
-def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> Arm:
+def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> ArmResult:
     trials = [record for record in records if record.choosing]
     measured = [record for record in records if not record.choosing]
     unevaluated: tuple[Cell, ...] = ()
@@ -155,7 +155,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         for lr in sorted({cell.lr for cell in scores})
     }
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
-    return Arm(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
+    return ArmResult(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
 
 
 def _failure(record: Record) -> Failure:
@@ -186,17 +186,17 @@ def _compare(group: Group, method: str, margin: float, study: Study | None) -> C
     )  # fmt: skip
 
 
-def pair_runs(arm: Arm, reference_arm: Arm) -> list[tuple[Record, Record]]:
+def pair_runs(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
     """The measured runs of two arms that share a seed and their arithmetic, in the order of the seeds."""
     return [(a, b) for a, b in _same_seed(arm, reference_arm) if a.arithmetic == b.arithmetic]
 
 
-def _same_seed(arm: Arm, reference_arm: Arm) -> list[tuple[Record, Record]]:
+def _same_seed(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
     runs, references = ({r.seed: r for r in a.records} for a in (arm, reference_arm))
     return [(runs[seed], references[seed]) for seed in sorted(runs.keys() & references.keys())]
 
 
-def find_problems(arm: Arm, reference_arm: Arm, study: Study | None) -> tuple[str, ...]:
+def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None) -> tuple[str, ...]:
     """Why no conclusion may be drawn from two arms of a group: codes of PROBLEMS."""
     arms = (arm, reference_arm)
     same_seed, pairs = len(_same_seed(*arms)), len(pair_runs(*arms))

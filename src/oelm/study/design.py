@@ -30,9 +30,7 @@ class StudyConfig:
     lrs: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3])
     seeds: int = 5  # measured runs of each method, at its chosen learning rate
     choose_seeds: int = 1  # trials of each method at each learning rate
-    widen: int = (
-        2  # learning rates that may be added to each side of the grid while a best one is at its edge
-    )
+    widen: int = 2  # how often the grid may grow at each side while a best learning rate is at its edge
     margin: float = 1.0  # a smaller difference does not matter: points, or per cent of the perplexity
     models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
     jobs: int = 0  # runs side by side; 0: as many as there is room for
@@ -230,13 +228,10 @@ def _refuse_study_keys(values: Any, where: str, place: str) -> None:
     for key in method if isinstance(method, Mapping) else ("name",):
         example = "" if key == "name" else f', such as {{name = "oelm", {key} = ...}}'
         raise UserError(f"{where}: {place}method.{key} is set by study.methods{example}; leave it out")
-    setters = {
-        "lr": "study.lrs",
-        "seed": "study.seeds",
-        "test": "the study, which tests each measured run once",
-    }
-    for key in setters.keys() & values.get("training", {}).keys():
-        raise UserError(f"{where}: {place}training.{key} is set by {setters[key]}; leave it out")
+    testing = "the study, which tests each measured run once"
+    for key, setter in {"lr": "study.lrs", "seed": "study.seeds", "test": testing}.items():
+        if key in values.get("training", {}):
+            raise UserError(f"{where}: {place}training.{key} is set by {setter}; leave it out")
 
 
 def shipped_studies() -> dict[str, Any]:

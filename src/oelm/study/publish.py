@@ -1,9 +1,9 @@
 """The records of a study, or of a folder of runs, in a compact form: for a repository or a paper's appendix.
 
 A published folder is read like any other (`oelm report DIR`) and gives the same numbers. Evaluations,
-results, environments and times stay as they are. Paths of data and models are cut to their names, training curves are
-thinned, the audit is reduced to counts, and only those predictions stay that a report needs; labels, ids and
-groups of the test items are stored once per folder instead of in every run.
+results, environments and times stay as they are. Paths of data and models are cut to their names, training
+curves are thinned, the audit is reduced to counts, and of the predictions only what a report needs stays;
+labels, ids and groups of the test items are stored once per folder instead of in every run.
 """
 
 import json

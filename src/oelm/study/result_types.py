@@ -34,7 +34,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmResult:
     """One arm in one setting: its measured runs, and the trials its learning rate was chosen from."""
 
     method: str
@@ -98,7 +98,7 @@ class Group:
     precision: str
     kind: str  # "share" (accuracy, F1: points) or "perplexity" (per cent)
     reference_arm: str  # the name of the arm that the others are compared with
-    arms: dict[str, Arm]
+    arms: dict[str, ArmResult]
     matrix: Matrix | None  # of a study; None for runs outside of a study
 
     @property
@@ -125,7 +125,7 @@ class Group:
         tested = {name: splits["test"] for name, splits in baselines.items() if "test" in splits}
         return {name: metrics for name, metrics in tested.items() if self.metric in metrics}
 
-    def behind(self, arm: Arm) -> list[str]:
+    def behind(self, arm: ArmResult) -> list[str]:
         """The trivial baselines that are better than the arm's mean."""
         if not arm.values:
             return []
@@ -158,11 +158,11 @@ class Comparison:
     p_holm: float | None = None  # within the family of all comparisons of the study
 
     @property
-    def arm(self) -> Arm:
+    def arm(self) -> ArmResult:
         return self.group.arms[self.method]
 
     @property
-    def reference_arm(self) -> Arm:
+    def reference_arm(self) -> ArmResult:
         return self.group.arms[self.group.reference_arm]
 
     @property

@@ -11,7 +11,7 @@ from oelm.study.report import numbers
 from oelm.study.report.document import Figures, Legend
 from oelm.study.report.drawing import BAND, FAINT, INK, LINE, PAGE, colour, draw, mark
 from oelm.study.report.view import View
-from oelm.study.result_types import Arm, Comparison, Group
+from oelm.study.result_types import ArmResult, Comparison, Group
 
 MOST_FACETS = 6  # settings that are drawn; the tables have all of them
 MOST_ROWS = 30  # of a forest plot
@@ -137,7 +137,7 @@ def curves(view: View) -> Figures | None:
     return _facets(view, "curves", groups, _paint_curves)
 
 
-def _curve(group: Group, arm: Arm) -> dict[int, list[float]]:
+def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     """Step -> the scores of all measured runs, for steps at which every run has one."""
     curve: dict[int, list[float]] = defaultdict(list)
     for point in [point for record in arm.records for point in record.curve]:
@@ -196,7 +196,7 @@ def _paint_expected(view: View, group: Group, axes: Any) -> str:
     return "; ".join(texts)
 
 
-def _line(view: View, group: Group, arm: Arm) -> dict[str, Any]:
+def _line(view: View, group: Group, arm: ArmResult) -> dict[str, Any]:
     """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
     place = view.colours[arm.method]
     style: dict[str, Any] = {"color": colour(place), "marker": mark(place), "clip_on": False}

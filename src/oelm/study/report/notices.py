@@ -10,7 +10,7 @@ from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Arm, Group
+from oelm.study.result_types import ArmResult, Group
 from oelm.training.predictions import WITH_GROUPS
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
@@ -130,7 +130,7 @@ def _of_group(view: View, group: Group) -> Iterable[Notice]:
         yield Notice("unfinished", words("notice.missing", task=label, count=missing))
 
 
-def _of_arm(view: View, group: Group, arm: Arm) -> Iterable[tuple[str, str, dict[str, str]]]:
+def _of_arm(view: View, group: Group, arm: ArmResult) -> Iterable[tuple[str, str, dict[str, str]]]:
     """Kind of notice, its text and the values in it, the method's name aside."""
     words = view.words
     if arm.at_chance:

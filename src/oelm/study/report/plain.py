@@ -9,7 +9,7 @@ from oelm.study.report.answer import answer
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, Arm, Comparison, Group
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
 
 def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _group(view: View, group: Group) -> dict[str, Any]:
     }
 
 
-def _arm(group: Group, arm: Arm) -> dict[str, Any]:
+def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
     interval = arm.interval
     robustness = arm.robustness(group.larger_is_better, group.tolerance)
     runs = arm.records or arm.trials

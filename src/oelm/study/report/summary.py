@@ -11,7 +11,7 @@ from oelm.study.report.answer import answer
 from oelm.study.report.notices import alert, notices
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, Arm, Group
+from oelm.study.result_types import Analysis, ArmResult, Group
 
 WIDTH = 80
 RIGHT = ("n", "mean", "bits", "difference", "interval", "p")
@@ -77,7 +77,7 @@ def _trivial_baselines(view: View, group: Group) -> str:
     return view.words("summary.trivial_baselines", names=view.words.items(texts)) if texts else ""
 
 
-def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:
+def _row(view: View, group: Group, arm: ArmResult, perplexity: bool) -> list[Text]:
     interval = arm.interval
     cells = [arm.method, numbers.learning_rate(arm.lr), str(len(arm.values))]
     if interval is None:

@@ -6,7 +6,7 @@ from oelm.study.records import mean_result
 from oelm.study.report import numbers
 from oelm.study.report.document import Table, TableCell, make_table
 from oelm.study.report.view import View
-from oelm.study.result_types import Arm, Comparison, Group
+from oelm.study.result_types import ArmResult, Comparison, Group
 
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
 SIDE_BY_SIDE = 3  # comparisons; more are rows of a wide table
@@ -53,7 +53,7 @@ def _beside(label: str, detail: str, value: str, bits: str, perplexity: bool) ->
     return [TableCell(label, detail, tone="quiet"), *(TableCell(text, tone="quiet") for text in values)]
 
 
-def _result(view: View, group: Group, arm: Arm) -> Row:
+def _result(view: View, group: Group, arm: ArmResult) -> Row:
     runs = view.words("table.runs", lr=numbers.learning_rate(arm.lr), n=len(arm.values))
     row: list[str | TableCell] = [name_cell(view, arm.method, runs), _mean_cell(view, group, arm)]
     if group.metric == "perplexity":
@@ -70,7 +70,7 @@ def _result(view: View, group: Group, arm: Arm) -> Row:
     return [*row, TableCell(numbers.signed(paired.mean, digits), span), verdict]
 
 
-def _mean_cell(view: View, group: Group, arm: Arm) -> str | TableCell:
+def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
     """The mean over the seeds, and its interval below."""
     interval = arm.interval
     if interval is None:
@@ -164,7 +164,7 @@ def learning_rates(view: View, group: Group) -> Table | None:
     return make_table([*head, words("table.area")], rows, view.title(group))
 
 
-def _trial(view: View, group: Group, arm: Arm, lr: float) -> str:
+def _trial(view: View, group: Group, arm: ArmResult, lr: float) -> str:
     if lr not in arm.lr_scores:
         return numbers.NOTHING
     score = arm.lr_scores[lr]
@@ -178,7 +178,7 @@ def _trial(view: View, group: Group, arm: Arm, lr: float) -> str:
     return view.with_detail(text, view.bits([r for r in arm.trials if r.lr == lr], "best"))
 
 
-def _robustness(view: View, group: Group, arm: Arm) -> Row:
+def _robustness(view: View, group: Group, arm: ArmResult) -> Row:
     robustness = arm.robustness(group.larger_is_better, group.tolerance)
     if robustness is None:
         return [numbers.NOTHING, numbers.NOTHING]
@@ -242,7 +242,7 @@ def raw(view: View, group: Group) -> Table | None:
     return make_table(head, rows, view.title(group), left=())
 
 
-def _of_seed(view: View, group: Group, arm: Arm, seed: int) -> str:
+def _of_seed(view: View, group: Group, arm: ArmResult, seed: int) -> str:
     texts = []
     for record in [record for record in arm.records if record.seed == seed]:
         text = view.value(group, record.test, 2)
