@@ -207,7 +207,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
         ),
         ({"name": "oelm", "arm": "x", "model": {"name": "gpt-small"}}, "model.name of x must be the same"),
         ({"name": "oelm", "arm": "x", "training": {"precision": "bf16"}}, "training.precision of x must be"),
-        ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, not 5"),
+        ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, got 5"),
         ({"name": "oelm", "arm": ["x"]}, "arm must be a name"),
         ({"arm": "x", "training": {"warmup": 0}}, "needs the name of a method"),
         ({"name": "oelm", "arm": "x", "training": {"warm": 0}}, "unknown key 'training.warm'"),
