@@ -41,7 +41,10 @@ def test_counts_over_tasks():
 
 
 def test_says_what_the_method_loses_at_the_references_rate():
-    assert "At the rate of baseline, oelm is 1.00 points behind its own best" in chosen([3e-4] * 6).reason
+    assert (
+        "At the learning rate of baseline, oelm is 1.00 points behind its own best"
+        in chosen([3e-4] * 6).reason
+    )
 
 
 def test_needs_a_fair_and_fine_grid():

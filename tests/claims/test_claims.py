@@ -98,8 +98,8 @@ def test_tasks_of_one_claim_are_a_holm_family():
 
 def test_a_gain_far_smaller_than_published_is_called_that():
     found = verdict("C1", pairs(1.5))
-    assert "below +3.57 points, 50 % of what was published" in found.reason
-    assert "a gain, but not the published one" in found.reason
+    assert "below +3.57 points, 50 % of the published figure" in found.reason
+    assert "a gain, but smaller than the published one" in found.reason
     assert "lies above the interval" in found.reason
     assert "a gain" not in verdict("C1", pairs(-2)).reason
 
@@ -156,7 +156,7 @@ def with_problem(code: str) -> Analysis:
     if code == "unequal_trials":
         (group,) = analysis.groups
         for count, (method, arm) in enumerate(group.arms.items(), 1):
-            group.arms[method] = replace(arm, chosen=True, rates=dict.fromkeys(GRID[:count], 0.8))
+            group.arms[method] = replace(arm, chosen=True, lr_scores=dict.fromkeys(GRID[:count], 0.8))
     return analysis
 
 
@@ -184,8 +184,8 @@ def test_a_baseline_behind_its_trivial_reference_is_decided_and_said():
     references = {"references": {"tfidf_logreg": {"test": {"accuracy": 0.9007}}}}
     found = verdict("C1", pairs(0, results=references))
     assert found.verdict == "refuted"
-    assert "baseline stays behind the trivial reference tfidf_logreg: 0.8 against 0.9007" in found.reason
-    assert "baseline 落后于简单参照 tfidf_logreg" in found.reason_zh
+    assert "baseline is behind the trivial baseline tfidf_logreg: 0.8 against 0.9007" in found.reason
+    assert "baseline 不如简单基线 tfidf_logreg" in found.reason_zh
 
 
 def test_the_size_a_claim_was_judged_on_is_said():
@@ -198,7 +198,7 @@ def test_the_size_a_claim_was_judged_on_is_said():
 def test_the_published_size_comes_first():
     found = verdict("C1", pairs(7) + pairs(-5, model="gpt-tiny"))
     assert found.verdict == "supported" and len(found.details) == 1
-    assert "Other sizes were left aside: gpt-tiny" in found.reason
+    assert "Models of other sizes were left out: gpt-tiny" in found.reason
 
 
 def test_a_users_file_of_the_same_name_is_not_the_task():
@@ -235,7 +235,7 @@ def test_c5_names_scale_where_the_control_of_equal_scale_does_as_well():
         assert ("Scale, not orthogonality, explains" in found.reason) == (gain < 5)
         assert ("orthogonality still helps" in found.reason) == (gain == 5)
     few = verdict("C5", records + control(5, n=4)).reason
-    assert "oelm-gaussian, the control of equal scale, nothing may be concluded" in few
+    assert "oelm-gaussian, the control of equal scale, no conclusion may be drawn" in few
 
 
 def test_c3_says_what_the_published_baseline_was():
@@ -287,7 +287,7 @@ def test_c2_shows_the_ratio_and_never_decides(tmp_path):
     assert (found.verdict, found.n) == ("not decided", 5)
     assert found.number == pytest.approx(0.8)
     assert "20 ms with oelm, 25 ms with baseline" in found.reason
-    assert "only within one process" in found.reason
+    assert "interleaved steps in one process" in found.reason
     other = verdict("C2", timed("A5000"))
     assert (other.verdict, other.number) == ("not decided", None)
     assert "on the same hardware" in other.reason
@@ -369,6 +369,6 @@ def test_real_records_at_one_rate_are_judged():
     found = judge(analyse(RESULTS / "imdb-one-rate"))
     c1, c9 = found[0], found[8]
     assert c1.n == 5 and c1.verdict == "refuted" and "+7.14 points lies above the interval" in c1.reason
-    assert "behind the trivial reference tfidf_logreg" in c1.reason and "which was not tuned" in c1.reason
+    assert "behind the trivial baseline tfidf_logreg" in c1.reason and "which was not tuned" in c1.reason
     assert "7.0 % of the parameters are frozen; published: 7.0 %" in c9.reason
     assert {v.verdict for v in found if v.id not in ("C1", "C9")} == {"not decided"}

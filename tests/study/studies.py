@@ -38,8 +38,8 @@ def environment(cache: Path) -> dict[str, str]:
 
 HASTY = """
 from oelm.cli.main import main
-from oelm.study import scheduler as runner
-runner.PAUSES, runner.DISK_PAUSES = (0.5,) * 3, (0.5,) * 5
+from oelm.study import scheduler
+scheduler.PAUSES, scheduler.DISK_PAUSES = (0.5,) * 3, (0.5,) * 5
 main()
 """
 

@@ -72,7 +72,8 @@ def test_a_trial_that_diverged_by_both_paths_is_a_result_like_any_other():
     bad.results["arithmetic"] = SAME | {"plain_from": 2}
     (found,) = analyse_records([*pairs(7), *tried], rates_study(1)).comparisons
     assert not found.problems and found.verdict == "better"
-    assert found.arm.rates[3e-3] is None and not found.arm.unevaluated and not found.reference.unevaluated
+    assert found.arm.lr_scores[3e-3] is None
+    assert not found.arm.unevaluated and not found.reference_arm.unevaluated
 
 
 def test_arms_that_compute_the_same_stay_apart():
@@ -144,7 +145,7 @@ def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
     victim.write_text(json.dumps(results))
     code, text = study(data, out, *more)
     assert code == 0, text
-    assert "oelm lr 0.001 seed 2: the fast path gave out at step 5" in text
+    assert "oelm lr 0.001 seed 2: the fast path failed at step 5" in text
     new = {path.parent for path in out.rglob("results.json")} - before
     assert sorted(folder.parent.name for folder in new) == ["baseline", "oelm"]
     for folder in new:
@@ -152,7 +153,7 @@ def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
         assert config.training.fast is False and config.training.seed == 2
         assert json.loads((folder / "results.json").read_text())["arithmetic"]["path"] == "plain"
     (comparison,) = analyse(out).comparisons
-    used = {r.folder for arm in (comparison.arm, comparison.reference) for r in arm.records}
+    used = {r.folder for arm in (comparison.arm, comparison.reference_arm) for r in arm.records}
     assert new <= used and victim.parent not in used and comparison.seeds == (1, 2)
     shutil.rmtree(out)
 
@@ -182,7 +183,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
     from tests.training.runs import make_store
 
     made = make_study(ARMS)
-    assert list(made.methods) == ["baseline", "no warm-up", "wet"] and made.reference == "baseline"
+    assert list(made.methods) == ["baseline", "no warm-up", "wet"] and made.reference_arm == "baseline"
     assert make_study(made.to_dict()).to_dict() == made.to_dict()
     setting = Setting(made, made.task_config(None), open_store(make_store(tmp_path)), "fp32")
     cells = [Cell(name, 1e-3, 1, False) for name in made.methods]
@@ -206,7 +207,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
         ),
         ({"name": "oelm", "arm": "x", "model": {"name": "gpt-small"}}, "model.name of x must be the same"),
         ({"name": "oelm", "arm": "x", "training": {"precision": "bf16"}}, "training.precision of x must be"),
-        ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, not 5"),
+        ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, got 5"),
         ({"name": "oelm", "arm": ["x"]}, "arm must be a name"),
         ({"arm": "x", "training": {"warmup": 0}}, "needs the name of a method"),
         ({"name": "oelm", "arm": "x", "training": {"warm": 0}}, "unknown key 'training.warm'"),

@@ -19,10 +19,11 @@ from oelm.study.analysis import analyse
 from oelm.study.conduct import prepare_settings
 from oelm.study.design import make_study
 from oelm.study.folder import Setting, StudyFolder
+from oelm.study.launchers import LAUNCHERS
 from oelm.study.matrix import Cell
 from oelm.study.records import find_records
 from oelm.study.report import as_plain, summary, write_report
-from oelm.study.scheduler import Runner
+from oelm.study.scheduler import Scheduler
 from oelm.training.checkpoint import Checkpoints
 from oelm.training.loop import train
 from oelm.training.status import find_runs, run_status
@@ -86,7 +87,7 @@ def _setting(root: Path) -> Setting:
         "study": {"methods": ["oelm", "baseline"], "lrs": [1e-3], "seeds": 1},
         "task": {"data": str(root / "store")},
     }
-    return prepare_settings(make_study(merge(values, RUN)), show=False)[0]
+    return prepare_settings(make_study(merge(values, RUN)))[0]
 
 
 def _use(folder: Path) -> None:
@@ -303,10 +304,10 @@ def test_import(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fi
     linked(world / "done", source / "whole")
     setting = _setting(world)
     folder = StudyFolder(tmp_path / "study")
-    with folder.opened(setting.study):
+    with folder.lock(setting.study):
         folder.save(setting.study, [setting])
-        came, _ = folder.bring_in(source, [setting])
-    assert came == 1
+        imported, _ = folder.import_records(source, [setting])
+    assert imported == 1
     assert not [path for path in folder.path.rglob("*") if path.is_symlink()]
     assert len([*find_records(folder.path / "runs")]) == 1
 
@@ -328,11 +329,12 @@ def test_a_study_goes_on_with_a_damaged_record(
         linked(world / "done", folder)
         change_value(folder / "results.json", place, kind)
         setting.scores.clear()
-        runner = Runner([setting], root, [], "all")
-        if runner._look_up(setting, cell):
+        launcher = LAUNCHERS["local"](setting.study.table, 0.0, root)
+        scheduler = Scheduler([setting], root, launcher, "all")
+        if scheduler.read_result(setting, cell):
             assert place[-1] == "accuracy" and kind in ("NaN", "infinite", "negative")
             continue
         if not folder.exists():
-            assert str(folder / "results.json") in runner.progress.news[0]
+            assert str(folder / "results.json") in scheduler.progress.news[0]
             assert [*(root / "damaged").rglob("predictions.npz")]
         assert cell not in setting.scores

@@ -26,7 +26,7 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     study = make_study(read_study(str(tmp_path / "s.toml")))
     assert list(study.methods) == ["baseline", "oelm", "oelm (init=own)"]
-    assert study.reference == "baseline" and study.table.lrs == [3e-4, 1e-3]
+    assert study.reference_arm == "baseline" and study.table.lrs == [3e-4, 1e-3]
     imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
     assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
     assert sst2.training.epochs == 2 and sst2.task.name == "sst2" and sst2.task.max_length == 128
@@ -57,7 +57,7 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
             "per_task.imdb.training.lr is set by study.lrs",
         ),
         ({"training": {"choose_on": "test"}}, "several study.lrs are chosen on validation"),
-        ({"study": {"seeds": True}}, "study.seeds is neither true nor false"),
+        ({"study": {"seeds": True}}, "study.seeds must not be a boolean, got true"),
         ({"training": {"epoch": 1}}, "unknown key 'training.epoch'"),
         ({"study": {"tasks": ["imdb"]}, "per_task": {"sst2": {}}}, "per_task.sst2"),
     ],
@@ -87,7 +87,7 @@ def test_runs_side_by_side_take_no_more_threads_than_they_are_given(monkeypatch,
     """Else each takes all cores, and they wait for one another: on GPUs too."""
     import torch
 
-    from oelm.study.conduct import slots_for
+    from oelm.study.launchers.local import slots_for
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * 10**10, 8 * 10**10))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oelm.study.matrix import Cell, Matrix, grown, unfold
+from oelm.study.matrix import Cell, Matrix, plan_runs, widen_grid
 
 METHODS = ["baseline", "oelm"]
 SEEDS, CHOICE = [1, 2, 3], [1001, 1002]
@@ -21,7 +21,7 @@ def play(world, lrs=(1e-4, 3e-4, 1e-3), widen=2, choice=CHOICE, seeds=SEEDS, lar
     """Make every run that is asked for until nothing more is; all runs that were made, and the matrix."""
     scores: dict[Cell, float | None] = {}
     while True:
-        matrix = unfold(METHODS, lrs, choice, seeds, widen, scores, larger)
+        matrix = plan_runs(METHODS, lrs, choice, seeds, widen, scores, larger)
         missing = [cell for cell in matrix.needed if cell not in scores]
         if not missing:
             return scores, matrix
@@ -67,16 +67,16 @@ def test_a_study_waits_for_every_trial_and_a_report_chooses_for_the_methods_that
     lost = Cell("oelm", 1e-3, CHOICE[0], True)
     rest = {cell: score for cell, score in scores.items() if cell != lost}
     world = (METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True)
-    waiting, partial = unfold(*world), unfold(*world, partial=True)
+    waiting, partial = plan_runs(*world), plan_runs(*world, partial=True)
     assert not waiting.decided and waiting.unevaluated == partial.unevaluated == [lost]
     assert partial.chosen == {"baseline": 3e-4} and not partial.failed
-    assert unfold(*world[:5], scores, True, partial=True) == whole
+    assert plan_runs(*world[:5], scores, True, partial=True) == whole
 
 
 def test_a_method_without_all_its_trials_does_not_widen_the_grid_of_the_others():
     scores, _ = play(peak({"baseline": 3e-4, "oelm": 3e-4}))
     rest = {cell: score for cell, score in scores.items() if cell.method != "oelm" or cell.lr == 1e-4}
-    found = unfold(METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True, partial=True)
+    found = plan_runs(METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True, partial=True)
     assert found.grid == [1e-4, 3e-4, 1e-3] and found.chosen == {"baseline": 3e-4}
 
 
@@ -128,7 +128,7 @@ def test_the_order_in_which_runs_end_changes_nothing(best, seed, fails, widen):
     ],
 )
 def test_the_grid_goes_on_in_its_own_steps(grid, side, new):
-    assert grown(grid, side) == pytest.approx(sorted([*grid, new]))
+    assert widen_grid(grid, side) == pytest.approx(sorted([*grid, new]))
 
 
 def test_an_empty_matrix_is_undecided():

@@ -112,7 +112,7 @@ def test_runs_that_only_a_path_tells_apart_are_not_mixed(tmp_path: Path) -> None
         copy_run(run, "oelm", "imdb", 1e-3, 1, 0.8)
         values = read_toml(run / "config.toml") | {"model": {"name": f"/models/{place}/bert"}}
         write_text(run / "config.toml", to_toml(values))
-    with pytest.raises(UserError, match="only the folder of their model tells apart"):
+    with pytest.raises(UserError, match="differ only in the folder of their model"):
         publish(tmp_path / "s", tmp_path / "p")
     assert [path.name for path in tmp_path.iterdir()] == ["s"]  # nothing is left behind
 

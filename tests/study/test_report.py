@@ -22,7 +22,7 @@ from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.folder import StudyFolder
-from oelm.study.records import find_records
+from oelm.study.records import find_records, mean_metric
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
@@ -140,7 +140,10 @@ def test_equality_within_the_margin_needs_a_test_and_says_the_margin():
 
 def test_a_difference_too_small_to_matter_is_called_so():
     sentence = said(pairs(0.5, spread=0.3))
-    assert "0.50 points more" in sentence and "within the margin of 1 point said not to matter" in sentence
+    assert (
+        "0.50 points more" in sentence
+        and "smaller than the margin of 1 point that was stated not to matter" in sentence
+    )
 
 
 # Differences in hundredths of a point: a bootstrap interval without 0 beside a permutation test's p = 0.064,
@@ -156,15 +159,15 @@ def differing_by(hundredths, method="oelm"):
 
 def test_where_interval_and_test_disagree_it_is_said_which_decides():
     sentence = said(differing_by(APART))
-    assert "do not decide between oelm and baseline" in sentence and "fits" not in sentence
-    assert "−1.90 to −0.14, leaves 0 out, but the permutation test does not (p = 0.064)" in sentence
-    assert "where the two disagree the test decides" in sentence
+    assert "do not decide between oelm and baseline" in sentence and "would narrow it" not in sentence
+    assert "(−1.90 to −0.14) excludes 0, but the permutation test does not (p = 0.064)" in sentence
+    assert "the test decides if the two disagree" in sentence
     sentence = said(differing_by(ACROSS))
     assert "more accuracy than baseline (95 % interval −0.06 to 1.68, n = 20 seeds, p = 0.014)" in sentence
-    assert "although the interval, a bootstrap's, reaches to 0" in sentence
+    assert "although the bootstrap interval includes 0" in sentence
     text = Page(rendered(differing_by(APART))[0]).text
-    assert "Interval and p value disagree about 0 for oelm (imdb)" in text
-    assert "it need not lie inside the other" in text
+    assert "The interval and p disagree about 0 for oelm (imdb)" in text
+    assert "need not lie inside it" in text
     text = Page(rendered(pairs(5.0))[0]).text
     assert "disagree" not in text and "need not lie inside" not in text
 
@@ -172,19 +175,19 @@ def test_where_interval_and_test_disagree_it_is_said_which_decides():
 def test_an_interval_without_0_beside_a_corrected_p_is_explained():
     few = (150, 400, 200, 100, 400, -60)  # p = 0.04 by itself, a t test's
     records = differing_by(few) + differing_by((10, -10, 20, -20, 10, 300), "oelm-random")[len(few) :]
-    assert "leaves 0 out, but p, corrected for 2 comparisons, does not (p = 0.0" in said(records)
+    assert "excludes 0, but the test, corrected for 2 comparisons, does not (p = 0.0" in said(records)
 
 
 def test_what_the_data_do_not_decide_is_not_decided():
     sentence = said(pairs(0.1, spread=10.0))
-    found = re.search(r"anything from −(\d+\.\d) to \+(\d+\.\d) fits; more seeds would narrow it", sentence)
+    found = re.search(r"interval is −(\d+\.\d) to \+(\d+\.\d); more seeds would narrow it", sentence)
     assert "do not decide between oelm and baseline" in sentence and found
     assert "p =" not in sentence
 
 
 def test_the_same_difference_on_every_seed_has_no_interval_to_tell():
     records = [run(m, s, 0.75 + 0.125 * (m == "oelm")) for s in range(1, 6) for m in ("baseline", "oelm")]
-    assert "+12.5 points on each of 5 seeds" in said(records)
+    assert "+12.5 points for each of 5 seeds" in said(records)
 
 
 @pytest.mark.parametrize(
@@ -228,21 +231,21 @@ def test_nothing_to_compare_is_said():
     assert said([run("oelm", 1, 0.8)]) == "There is nothing to compare: every run that has ended is of oelm."
 
 
-def test_rates_and_trivial_references_are_the_second_sentence(study):
+def test_learning_rates_and_trivial_baselines_are_the_second_sentence(study):
     second = answer(View(analyse(study), Words("en")))[1]
     assert "best for it on validation (baseline 0.0003, oelm 0.0003)" in second
-    assert "TF-IDF + logistic regression reaches 90.1 %, ahead of all of them." in second
+    assert "TF-IDF + logistic regression reaches 90.1 %, better than all of them." in second
     untuned = answer(View(analyse_records(pairs(5.0), None), Words("en")))[1]
-    assert "at one learning rate (0.0003), which was not chosen from a grid" in untuned
+    assert "at the same learning rate (0.0003), which was not chosen from a grid" in untuned
 
 
 def test_everything_asked_for_is_on_the_page(page):
-    for heading in ("Results", "Learning rates and learning curves", "How sure this is", "Warnings",
+    for heading in ("Results", "Learning rates and learning curves", "How certain this is", "Warnings",
                     "Time, memory, parameters", "Raw values", "How to repeat it"):  # fmt: skip
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "95 % over items", "p, McNemar", "within 1 of the best",
                   "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
-                  "baseline, published", "IMDB-oelm: one run, other recipe, rate 0.001, best on test",
+                  "baseline, published", "IMDB-oelm: one run, other recipe, lr 0.001, best on test",
                   "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("svg") == page.tags.count("desc") == 4  # forest, rates, curves, expected best
@@ -327,7 +330,7 @@ def test_perplexity_never_stands_without_bits_per_byte(tmp_path):
     written = write_report(out)
     page = Page(written.html.read_text(encoding="utf-8"))
     arm = written.analysis.groups[0].arms["oelm"]
-    bits = f"{arm.test_metric('bits_per_byte'):.3f}"
+    bits = f"{mean_metric(arm.records, 'test', 'bits_per_byte'):.3f}"
     assert "bits per byte" in page.by_tag["th"] and bits in page.text
     assert page.by_tag["text"].count("bits per byte") == 3  # rates, curves, expected best
     for record in arm.records:  # raw values
@@ -608,7 +611,7 @@ def test_signs(value, digits, text):
     ("lr", "text"), [(3e-4, "0.0003"), (3e-5, "3e-5"), (1e-4, "0.0001"), (0.01, "0.01"), (None, "–")]
 )
 def test_rates_are_written_as_people_write_them(lr, text):
-    assert numbers.rate(lr) == text
+    assert numbers.learning_rate(lr) == text
 
 
 @pytest.mark.parametrize(

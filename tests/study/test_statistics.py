@@ -20,9 +20,9 @@ from oelm.study.statistics import (
     holm,
     interquartile_mean,
     interval,
+    lr_robustness,
     paired,
     probability_of_improvement,
-    rate_robustness,
     widened,
 )
 
@@ -50,8 +50,6 @@ def test_few_pairs_get_a_t_test_and_a_t_interval():
     assert (result.low, result.high) == pytest.approx(stats.t.interval(0.95, 4, mean, error))
     assert (result.n, result.mean, result.sd) == pytest.approx((5, 0.0066, np.std(FIVE, ddof=1)))
     assert (result.test, result.interval) == ("paired t", "t")
-    ninety = paired(FIVE, 0.9)
-    assert (ninety.low, ninety.high) == pytest.approx(stats.t.interval(0.9, 4, mean, error))
 
 
 def test_many_pairs_get_a_sign_flip_test_and_a_bca_interval():
@@ -62,7 +60,7 @@ def test_many_pairs_get_a_sign_flip_test_and_a_bca_interval():
     assert abs(result.p - exact) < 3 * math.sqrt(exact * (1 - exact) / 9999)
     # The same interval from another seed agrees to the noise of its 9,999 draws; BCa leans with the skew.
     other = stats.bootstrap(
-        (MANY,), np.mean, method="BCa", confidence_level=widened(0.95, len(MANY)), random_state=5
+        (MANY,), np.mean, method="BCa", confidence_level=widened(len(MANY)), random_state=5
     ).confidence_interval
     width = result.high - result.low
     assert (result.low, result.high) == pytest.approx(tuple(other), abs=0.05 * width)
@@ -140,20 +138,6 @@ def test_values_that_cannot_be_used_are_refused(function, values, said):
         function(values)
 
 
-@pytest.mark.parametrize("confidence", [0, 1, 95])
-def test_a_confidence_that_is_no_share_is_refused(confidence):
-    calls = (
-        lambda: paired(FIVE, confidence),
-        lambda: paired(MANY, confidence),
-        lambda: interval(FIVE, confidence),
-        lambda: interquartile_mean([FIVE], confidence),
-        lambda: item_bootstrap([0, 1], [1, 1], confidence),
-    )
-    for call in calls:
-        with pytest.raises(UserError, match="share"):
-            call()
-
-
 def test_one_arm_has_a_mean_and_a_t_interval():
     arm = [0.91, 0.93, 0.90, 0.92]
     result = interval(arm)
@@ -225,7 +209,7 @@ def test_item_bootstrap_is_scipys_of_the_item_means():
     result = item_bootstrap(a, b)
     per_item = a.mean(axis=0) - b.mean(axis=0)
     expected = stats.bootstrap(
-        (per_item,), np.mean, method="percentile", confidence_level=widened(0.95, 300), random_state=9
+        (per_item,), np.mean, method="percentile", confidence_level=widened(300), random_state=9
     ).confidence_interval
     assert result.mean == pytest.approx(per_item.mean())
     width = result.high - result.low
@@ -341,9 +325,6 @@ def test_probability_of_improvement_is_mann_whitney():
     assert back.value == pytest.approx(1 - there.value)
     assert there.low < there.value < there.high
     assert (back.low, back.high) == pytest.approx((1 - there.high, 1 - there.low), abs=0.06)
-    smaller = probability_of_improvement(x, y, larger_is_better=False)
-    mirrored = (1 - there.value, 1 - there.high, 1 - there.low)
-    assert (smaller.value, smaller.low, smaller.high) == pytest.approx(mirrored)
     assert probability_of_improvement([[1, 1]], [[1, 1, 1]]).value == 0.5
 
 
@@ -369,19 +350,16 @@ def test_expected_best_by_hand():
     # Of 1, 2, 4: one draw is 7/3. Best of two: 1 with 1/9, 2 with 3/9, 4 with 5/9. Of three: 1, 7, 19 of 27.
     assert expected_best([4, 1, 2]) == pytest.approx([7 / 3, 27 / 9, 91 / 27])
     # The least of two: 1 with 5/9, 2 with 3/9, 4 with 1/9.
-    assert expected_best([4, 1, 2], trials=2, larger_is_better=False) == pytest.approx([7 / 3, 15 / 9])
-    with pytest.raises(UserError, match="at least one"):
-        expected_best([1, 2], trials=0)
+    assert expected_best([4, 1, 2], larger_is_better=False)[:2] == pytest.approx([7 / 3, 15 / 9])
 
 
-@given(st.lists(scores, min_size=1, max_size=6), st.integers(1, 40))
-def test_expected_best_rises_from_the_mean_to_the_best(values, trials):
-    curve = expected_best(values, trials)
-    assert len(curve) == trials
+@given(st.lists(scores, min_size=1, max_size=40))
+def test_expected_best_rises_from_the_mean_towards_the_best(values):
+    curve = expected_best(values)
+    assert len(curve) == len(values)
     assert curve[0] == pytest.approx(np.mean(values))
     assert (np.diff(curve) >= -1e-12).all() and curve[-1] <= max(values) + 1e-12
-    assert expected_best(values, 300)[-1] == pytest.approx(max(values), abs=1e-9)
-    negated = expected_best([-value for value in values], trials, larger_is_better=False)
+    negated = expected_best([-value for value in values], larger_is_better=False)
     assert -negated == pytest.approx(curve)
 
 
@@ -396,46 +374,46 @@ def test_area_under_a_curve_is_on_the_scale_of_the_metric():
 RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 
 
-def test_rate_robustness_by_hand():
-    result = rate_robustness(RATES, [0.899, 0.90, 0.89, 0.70, 0.895])
+def test_lr_robustness_by_hand():
+    result = lr_robustness(RATES, [0.899, 0.90, 0.89, 0.70, 0.895])
     assert (result.best_rate, result.best_score) == (3e-4, 0.90)
     assert (result.low, result.high) == (1e-4, 1e-3), "1e-2 is good again, but not without a gap"
     assert result.ratio == pytest.approx(10)
     # 9e-4 lies log(3) / log(10/3) of the way from 3e-4 to 1e-3.
     assert result.lost == pytest.approx(0.01 * math.log(3) / math.log(10 / 3))
-    assert rate_robustness(RATES, [0.8, 0.9, 0.9, 0.8, 0.1]).best_rate == 3e-4, "of equals the smallest"
+    assert lr_robustness(RATES, [0.8, 0.9, 0.9, 0.8, 0.1]).best_rate == 3e-4, "of equals the smallest"
     # In binary 0.7 is a little less than 0.8 - 0.1.
-    assert rate_robustness([1e-3, 2e-3], [0.8, 0.7], tolerance=0.1).high == 2e-3
+    assert lr_robustness([1e-3, 2e-3], [0.8, 0.7], tolerance=0.1).high == 2e-3
 
 
-def test_rate_robustness_where_less_is_better_and_in_any_order():
+def test_lr_robustness_where_less_is_better_and_in_any_order():
     perplexities = [30.0, 21.0, 20.0, 24.0, 90.0]
-    result = rate_robustness(RATES, perplexities, larger_is_better=False, tolerance=1.0)
+    result = lr_robustness(RATES, perplexities, larger_is_better=False, tolerance=1.0)
     assert (result.best_rate, result.best_score, result.low, result.high) == (1e-3, 20, 3e-4, 1e-3)
     assert result.lost == pytest.approx(4), "3e-3 is on the grid"
-    backwards = rate_robustness(RATES[::-1], perplexities[::-1], larger_is_better=False, tolerance=1.0)
+    backwards = lr_robustness(RATES[::-1], perplexities[::-1], larger_is_better=False, tolerance=1.0)
     assert backwards == result
-    turned = rate_robustness(RATES, [-value for value in perplexities], tolerance=1.0)
+    turned = lr_robustness(RATES, [-value for value in perplexities], tolerance=1.0)
     assert (turned.low, turned.high, turned.lost) == (result.low, result.high, pytest.approx(result.lost))
 
 
 def test_a_grid_point_is_found_in_spite_of_rounding():
     # 3 * 3e-4 falls short of 9e-4 by rounding, 3 * 0.1 goes past 0.3: neither is outside or between.
     for best in (3e-4, 0.1):
-        result = rate_robustness([best, 3 * best * (1 - 1e-15)], [0.9, 0.6])
+        result = lr_robustness([best, 3 * best * (1 - 1e-15)], [0.9, 0.6])
         assert result.lost == pytest.approx(0.3)
-        assert rate_robustness([best, 3 * best * (1 + 1e-15)], [0.9, 0.6]).lost == pytest.approx(0.3)
+        assert lr_robustness([best, 3 * best * (1 + 1e-15)], [0.9, 0.6]).lost == pytest.approx(0.3)
 
 
 def test_what_a_larger_rate_loses_may_be_unknown():
-    beyond = rate_robustness([1e-3, 2e-3], [0.9, 0.8])
+    beyond = lr_robustness([1e-3, 2e-3], [0.9, 0.8])
     assert (beyond.lost, beyond.lost_unknown) == (None, "outside the grid")
-    failed = rate_robustness(RATES, [0.90, 0.90, None, 0.90, None])
+    failed = lr_robustness(RATES, [0.90, 0.90, None, 0.90, None])
     assert (failed.best_rate, failed.low, failed.high) == (1e-4, 1e-4, 3e-4)
     assert failed.lost == pytest.approx(0)
-    broken = rate_robustness(RATES, [0.80, 0.90, None, 0.90, None])
+    broken = lr_robustness(RATES, [0.80, 0.90, None, 0.90, None])
     assert (broken.lost, broken.lost_unknown) == (None, "a run failed there")
-    exactly = rate_robustness([1e-3, 3e-3], [0.9, None])
+    exactly = lr_robustness([1e-3, 3e-3], [0.9, None])
     assert (exactly.lost, exactly.lost_unknown) == (None, "a run failed there")
 
 
@@ -451,4 +429,4 @@ def test_what_a_larger_rate_loses_may_be_unknown():
 )
 def test_grids_that_cannot_be_read_are_refused(rates, values):
     with pytest.raises(UserError):
-        rate_robustness(rates, values)
+        lr_robustness(rates, values)

@@ -78,7 +78,7 @@ def test_widening_makes_the_bootstrap_cover(n):
     repeats = 2000
     rows = differences("normal", repeats, n)
     covered = {}
-    for level in (0.95, widened(0.95, n)):
+    for level in (0.95, widened(n)):
         low, high = stats.bootstrap(
             (rows,),
             np.mean,

@@ -9,17 +9,17 @@ from statistics import fmean
 
 from oelm.claims.data import (
     Claim,
+    ClaimPart,
     Interval,
-    Part,
-    Said,
+    Sentence,
     claim_data,
-    figure,
     fill,
+    format_number,
+    format_p,
+    format_problems,
     join,
-    say,
-    show,
-    show_p,
-    show_problems,
+    sentence,
+    with_unit,
 )
 from oelm.config import SUFFIXES
 from oelm.models.gpt_sizes import PRESETS
@@ -27,17 +27,15 @@ from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-from oelm.study.result_types import LEVEL, Analysis, Group
+from oelm.study.result_types import LEVEL, Analysis, ArmResult, Group
 
 
 def architecture(group: Group) -> str:
-    """ "gpt" for the reference GPT; else what the model's own parameters are called after, such as "bert"."""
+    """ "gpt" for the reference GPT; else the first part of the model's parameter names, such as "bert"."""
     if group.model in PRESETS:
         return "gpt"
-    for record in group.records:
-        if roots := record.parameter_roots:
-            return roots.most_common(1)[0][0]
-    return model_name(group).partition("-")[0]
+    roots = next((roots for record in group.records if (roots := record.parameter_roots)), None)
+    return roots.most_common(1)[0][0] if roots else model_name(group).partition("-")[0]
 
 
 def task_kind(group: Group) -> str:
@@ -47,28 +45,25 @@ def task_kind(group: Group) -> str:
 
 
 def model_name(group: Group) -> str:
-    return Path(group.model).name  # of a folder: where it lay is nobody's business
+    return Path(group.model).name  # a folder without its path
 
 
-def part_of(claim: Claim, group: Group) -> Part | None:
+def part_of(claim: Claim, group: Group) -> ClaimPart | None:
     """What the claim measures in this setting, if anything."""
     sources = [record.config.task.data or "" for record in group.records]
     own_file = all(Path(data).suffix.lower() in SUFFIXES for data in sources)  # imdb.csv is not imdb
-    return claim.parts.get("any") if own_file else claim.parts.get(group.task, claim.parts.get("any"))
+    any_task = claim.parts.get("any")
+    return any_task if own_file else claim.parts.get(group.task, any_task)
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """The settings a claim is judged on, in a fixed order, and those left aside for their size; `apart`
-    where both methods were run, but in no setting together."""
-
-    groups: list[Group]
-    aside: list[Group]
-    apart: bool
+def arms_of(claim: Claim, group: Group) -> tuple[ArmResult, ArmResult]:
+    """The arm of the claim's method and its reference arm."""
+    return group.arms[claim.method], group.arms[claim.reference_arm]
 
 
-def fitting(claim: Claim, analysis: Analysis) -> Fitting:
-    """The settings whose task, model and methods are the claim's."""
+def fitting_groups(claim: Claim, analysis: Analysis) -> tuple[list[Group], list[Group], bool]:
+    """The settings a claim is judged on, in a fixed order; those left out because of their model's size; and
+    whether both methods were run, but in no setting together."""
     alike = [
         group
         for group in analysis.groups
@@ -77,108 +72,104 @@ def fitting(claim: Claim, analysis: Analysis) -> Fitting:
         and (not claim.architectures or architecture(group) in claim.architectures)
         and (not claim.parts or part_of(claim, group))
     ]
-    both = {claim.method, claim.reference}
+    both = {claim.method, claim.reference_arm}
     groups = [group for group in alike if both <= group.arms.keys()]
     apart = not groups and both <= {method for group in alike for method in group.arms}
     places = {task: place for place, task in enumerate(claim.parts)}
     groups.sort(key=lambda g: (places.get(g.task, len(places)), g.task, model_name(g), g.setting))
-    sizes = [] if claim.any_size else [g for g in groups if model_name(g) == published_size(g)]
-    return Fitting(sizes or groups, [g for g in groups if g not in sizes] if sizes else [], apart)
+    published = [g for g in groups if model_name(g) == published_size(g) and not claim.any_size]
+    return published or groups, [g for g in groups if published and g not in published], apart
 
 
 def published_size(group: Group) -> str | None:
-    found = claim_data()["sizes"].get(architecture(group))
-    return None if found is None else str(found)
+    """The model of this architecture that the reports used."""
+    sizes: dict[str, str] = claim_data()["sizes"]
+    return sizes.get(architecture(group))
 
 
-def where(claim: Claim, group: Group) -> Said:
-    """The setting in words: task, model, recipe and rates."""
-    ours, theirs = group.arms[claim.method], group.arms[claim.reference]
-    names = {"method": claim.method, "reference": claim.reference, "ours": ours.lr, "theirs": theirs.lr}
-    if ours.chosen and theirs.chosen:
-        rates = say("rates_chosen", **names)
+def describe_setting(claim: Claim, group: Group) -> Sentence:
+    """The setting as a sentence: task, model, recipe and learning rates."""
+    arm, reference = arms_of(claim, group)
+    if arm.chosen and reference.chosen:
+        key = "rates_chosen"
     else:
-        rates = say("rates_same" if ours.lr and ours.lr == theirs.lr else "rates_unclear", **names)
+        key = "rates_same" if arm.lr and arm.lr == reference.lr else "rates_unclear"
+    rates = sentence(key, **claim.names, lr=arm.lr, reference_lr=reference.lr)
     model, size = model_name(group), published_size(group)
-    known = say("published_size" if model == size else "other_size", model=model, published=size)
-    return say("where", task=group.task, model=known if size else model, recipe=_recipe(group), rates=rates)
+    known = sentence("published_size" if model == size else "other_size", model=model, published=size)
+    recipe = _recipe(group)
+    return sentence("where", task=group.task, model=known if size else model, recipe=recipe, rates=rates)
 
 
-def _recipe(group: Group) -> Said:
+def _recipe(group: Group) -> Sentence:
     record = group.records[0]
     training, model = record.config.training, asdict(record.config.model)
-    words = [
-        say("epochs", length=training.epochs) if training.epochs else say("steps", length=training.steps)
+    texts = [
+        sentence("epochs", length=training.epochs)
+        if training.epochs
+        else sentence("steps", length=training.steps)
     ]
     if samples := record.results.get("samples"):  # the data may be a part of the original
-        words.append(say("samples", samples=samples))
+        texts.append(sentence("samples", samples=samples))
     if training.batch_size:
-        words.append(say("batch", size=training.batch_size))
+        texts.append(sentence("batch", size=training.batch_size))
     else:
-        words.append(say("batch_tokens", size=training.batch_tokens))
-    words.append(say("length", length=record.config.task.max_length))
+        texts.append(sentence("batch_tokens", size=training.batch_tokens))
+    texts.append(sentence("length", length=record.config.task.max_length))
     plain = [training.schedule, group.precision]
     plain += [f"{key} {value}" for key, value in model.items() if key != "name" and value is not None]
-    return join([*words, *((word, word) for word in plain)], (", ", "，"))
+    return join([*texts, *((text, text) for text in plain)], (", ", "，"))
 
 
-def notes(claim: Claim, group: Group) -> list[Said]:
-    """What a reader should know beside the verdict."""
-    found = []
-    for method in (claim.reference, claim.method):
-        arm = group.arms[method]
+def notes(claim: Claim, group: Group) -> list[Sentence]:
+    """What a reader should know besides the verdict: a best learning rate at the edge of the grid, a trivial
+    baseline that is better."""
+    sentences = []
+    for arm in reversed(arms_of(claim, group)):
         if arm.chosen and group.matrix and arm.lr in (group.matrix.grid[0], group.matrix.grid[-1]):
-            found.append(say("edge", method=method))
+            sentences.append(sentence("edge", method=arm.method))
         for name in group.behind(arm):
-            ours, theirs = fmean(arm.values), group.references[name][group.metric]
-            found.append(say("behind", method=method, name=name, ours=f"{ours:.4g}", theirs=f"{theirs:.4g}"))
-    return found
+            score, baseline = fmean(arm.values), group.trivial_baselines[name][group.metric]
+            values = {"method": arm.method, "score": f"{score:.4g}", "baseline": f"{baseline:.4g}"}
+            sentences.append(sentence("behind", name=name, **values))
+    return sentences
 
 
-def _tested(record: Record) -> float:
-    assert record.test is not None  # measured runs have been tested
-    return record.test
-
-
-def _per_parameter(record: Record) -> float:
-    return _tested(record) / float(record.results["parameters"]["trainable"])
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What is taken of each run, and how two runs are compared."""
-
-    compare: Callable[[Group, float, float], float]
-    score: Callable[[Record], float] = _tested
-
-
-MEASURES = {
-    "points": Measure(lambda group, a, b: 100 * (a - b)),
-    "kept": Measure(lambda group, a, b: 100 * a / b),
-    "increase": Measure(lambda group, a, b: 100 * (a / b - 1)),
-    "saving": Measure(lambda group, a, b: 100 * (b / a - 1)),
-    "difference": Measure(lambda group, a, b: group.points(a) - group.points(b)),
-    "saving_per_parameter": Measure(lambda group, a, b: 100 * (b / a - 1), _per_parameter),
+# How the score of a run and that of its reference are compared.
+MEASURES: dict[str, Callable[[Group, float, float], float]] = {
+    "points": lambda group, a, b: 100 * (a - b),
+    "kept": lambda group, a, b: 100 * a / b,
+    "increase": lambda group, a, b: 100 * (a / b - 1),
+    "saving": lambda group, a, b: 100 * (b / a - 1),
+    "difference": lambda group, a, b: group.points(a) - group.points(b),
+    "saving_per_parameter": lambda group, a, b: 100 * (b / a - 1),
 }
 
 
+def _score(measure: str, record: Record) -> float:
+    assert record.test is not None  # measured runs have been tested
+    if measure == "saving_per_parameter":
+        return record.test / float(record.results["parameters"]["trainable"])
+    return record.test
+
+
 @dataclass(frozen=True)
-class Case:
+class ClaimCase:
     """One setting with its measurements, before anything is decided."""
 
     group: Group
-    part: Part
+    part: ClaimPart
     method: str
-    reference: str
-    scores: tuple[tuple[float, float], ...]  # of the method and of the reference, by seed
+    reference_arm: str
+    scores: tuple[tuple[float, float], ...]  # of the method and of the reference arm, by seed
     problems: tuple[str, ...]
     above: float
     below: float
 
     @cached_property
     def values(self) -> list[float]:
-        compare = MEASURES[self.part.measure].compare
-        return [compare(self.group, ours, theirs) for ours, theirs in self.scores]
+        compare = MEASURES[self.part.measure]
+        return [compare(self.group, score, reference) for score, reference in self.scores]
 
     @property
     def unit(self) -> str:
@@ -193,11 +184,13 @@ class Case:
 
     @property
     def interval(self) -> Interval | None:
-        found = self.estimate
-        return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+        estimate = self.estimate
+        if estimate is None or estimate.low is None or estimate.high is None:
+            return None
+        return estimate.low, estimate.high
 
     def p(self, threshold: float) -> float | None:
-        """Of "the mean is the threshold", two-sided; None where nothing may be concluded."""
+        """Of "the mean is the threshold", two-sided; None if no conclusion may be drawn."""
         if self.problems or not self.values:
             return None
         return statistics.paired([value - threshold for value in self.values]).p
@@ -206,26 +199,27 @@ class Case:
     def signed(self) -> bool:
         return self.part.measure != "kept"
 
-    def show(self, value: float) -> Said:
-        return show(value, self.unit, self.signed)
+    def show(self, value: float) -> Sentence:
+        return with_unit(value, self.unit, self.signed)
 
-    def what(self) -> Said:
-        """The number, in words."""
-        if (found := self.estimate) is None:
-            return say("nothing")
+    def describe(self) -> Sentence:
+        """The measured number with its interval, as a sentence."""
+        if self.estimate is None:
+            return sentence("nothing")
         if self.interval is None:
-            interval = say("no_interval", n=found.n)
+            interval = sentence("no_interval", n=self.estimate.n)
         else:
-            low = figure(self.interval[0], self.unit, self.signed)
-            interval = say("interval", low=low, high=self.show(self.interval[1]), n=found.n)
-        return say(
+            low = format_number(self.interval[0], self.unit, self.signed)
+            interval = sentence("interval", low=low, high=self.show(self.interval[1]), n=self.estimate.n)
+        score, reference = (fmean(column) for column in zip(*self.scores, strict=True))
+        return sentence(
             self.part.measure,
             method=self.method,
-            reference=self.reference,
-            number=self.show(found.mean),
+            reference_arm=self.reference_arm,
+            number=self.show(self.estimate.mean),
             interval=interval,
-            ours=f"{fmean(ours for ours, _ in self.scores):.4g}",
-            theirs=f"{fmean(theirs for _, theirs in self.scores):.4g}",
+            score=f"{score:.4g}",
+            reference_score=f"{reference:.4g}",
         )
 
 
@@ -234,51 +228,48 @@ def margin_of(analysis: Analysis) -> float:
     return analysis.study.table.margin if analysis.study else StudyConfig.margin
 
 
-def make_case(claim: Claim, group: Group, analysis: Analysis, reference: str | None = None) -> Case:
-    """A setting that fits the claim; `reference` stands in for the claim's own."""
-    part, name = part_of(claim, group), reference or claim.reference
+def make_case(claim: Claim, group: Group, analysis: Analysis, reference_arm: str | None = None) -> ClaimCase:
+    """A setting that fits the claim; `reference_arm` replaces the claim's own."""
+    part, name = part_of(claim, group), reference_arm or claim.reference_arm
     assert part is not None  # or the group would not fit
-    ours, theirs = group.arms[claim.method], group.arms[name]
-    score = MEASURES[part.measure].score
-    scores = tuple((score(a), score(b)) for a, b in pair_runs(ours, theirs))
-    problems = find_problems(ours, theirs, analysis.study)
-    return Case(group, part, claim.method, name, scores, problems, *part.thresholds(margin_of(analysis)))
+    arm, reference = group.arms[claim.method], group.arms[name]
+    scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pair_runs(arm, reference))
+    problems = find_problems(arm, reference, analysis.study)
+    thresholds = part.thresholds(margin_of(analysis))
+    return ClaimCase(group, part, claim.method, name, scores, problems, *thresholds)
 
 
-def control_sentence(claim: Claim, case: Case, supported: bool, analysis: Analysis) -> Said:
-    """How the method does against the control that the claim leaves out."""
+def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: Analysis) -> Sentence:
+    """How the method compares with the control that the claim leaves out."""
     control = case.part.control
     assert control is not None
-    words = claim_data()["controls"][control]
-
-    def tell(key: str, **values: Said) -> Said:
-        return fill(words.get(key, words["plain"]), values)
-
+    templates = claim_data()["controls"][control]
     if control not in case.group.arms:
-        return tell("absent")
+        return fill(templates["absent"], {})
     beside = make_case(claim, case.group, analysis, control)
     if beside.problems or beside.estimate is None:
-        return tell("void", problems=show_problems(beside.problems))
+        return fill(templates["void"], {"problems": format_problems(beside.problems)})
     p = beside.p(0.0)
     better = p is not None and p < LEVEL and beside.estimate.mean > 0
-    return tell("plain" if not supported else "better" if better else "other", what=beside.what())
+    key = "plain" if not supported else "better" if better else "other"
+    return fill(templates.get(key, templates["plain"]), {"what": beside.describe()})
 
 
-def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Said:
-    """Whether the measure rises from task to task; said beside the verdict, which does not hang on it."""
+def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentence:
+    """Whether the measure rises from task to task; the verdict does not depend on it."""
     from scipy import stats
 
     usable = [case for case in cases if not case.problems and case.group.task in tasks]
     names = ", ".join(tasks)
     if sorted(case.group.task for case in usable) != sorted(tasks):
-        return say("growth_few", tasks=names)
+        return sentence("growth_few", tasks=names)
     usable.sort(key=lambda case: tasks.index(case.group.task))
-    steps = [
-        (a, b, stats.ttest_ind(b.values, a.values, equal_var=False)) for a, b in pairwise(usable)
-    ]  # Welch: the seeds of different corpora are not pairs
-    adjusted = statistics.holm([float(test.pvalue) for _, _, test in steps])
+    # Welch's test: the seeds of different corpora are not pairs.
+    tests = [stats.ttest_ind(b.values, a.values, equal_var=False) for a, b in pairwise(usable)]
+    adjusted = statistics.holm([float(test.pvalue) for test in tests])
     clear = [p is not None and p < LEVEL for p in adjusted]
-    for (a, b, test), sure, p in zip(steps, clear, adjusted, strict=True):
+    for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
         if sure and test.statistic < 0:
-            return say("growth_no", tasks=names, first=a.group.task, second=b.group.task, p=show_p(p))
-    return say("growth_yes" if all(clear) else "growth_open", tasks=names)
+            falls = {"first": a.group.task, "second": b.group.task, "p": format_p(p)}
+            return sentence("growth_no", tasks=names, **falls)
+    return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)

@@ -1,4 +1,4 @@
-"""The published claims as data (claims.toml), and the sentences a verdict is made of, in two languages."""
+"""The published claims as data (claims.toml), and the sentences of a verdict, in English and Chinese."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +11,12 @@ from oelm.study.result_types import PROBLEMS
 
 SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
 
-Said = tuple[str, str]  # a sentence in English and in Chinese
+Sentence = tuple[str, str]  # in English and in Chinese
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class ClaimPart:
     """What is measured on one task, and the thresholds; see claims.toml."""
 
     measure: str
@@ -29,11 +29,10 @@ class Part:
 
     def thresholds(self, margin: float) -> tuple[float, float]:
         """Supported above the first, refuted below the second."""
-        if self.at_margin:
-            return -margin, -margin
+        above = -margin if self.at_margin else self.above
         if self.share is None or self.published is None:
-            return self.above, self.above
-        return self.above, self.share * self.published
+            return above, above
+        return above, self.share * self.published
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,18 @@ class Claim:
     kind: str | None = None
     architectures: tuple[str, ...] = ()
     method: str = "oelm"
-    reference: str = "baseline"
-    parts: dict[str, Part] = field(default_factory=dict)
+    reference_arm: str = "baseline"
+    parts: dict[str, ClaimPart] = field(default_factory=dict)
     any_size: bool = False
     one_refutes: bool = False
     beyond_records: bool = False
     frozen: dict[str, float] = field(default_factory=dict)
     growth: tuple[str, ...] = ()
     ratio: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"method": self.method, "reference_arm": self.reference_arm}
 
 
 @cache
@@ -64,20 +67,20 @@ def claim_data() -> dict[str, Any]:
 
 def read_claims() -> list[Claim]:
     """The claims, in order."""
-    found = []
+    claims = []
     for row in claim_data()["claims"]:
-        parts = {task: Part(**part) for task, part in row.get("parts", {}).items()}
-        found.append(Claim(**{**row, "parts": parts}))
-    return found
+        parts = {task: ClaimPart(**part) for task, part in row.get("parts", {}).items()}
+        claims.append(Claim(**{**row, "parts": parts}))
+    return claims
 
 
-def say(key: str, **values: Any) -> Said:
+def sentence(key: str, **values: Any) -> Sentence:
     """A sentence of claims.toml."""
     return fill(claim_data()["words"][key], values)
 
 
-def fill(template: Sequence[str], values: Mapping[str, Any]) -> Said:
-    """A template in both languages; of a value that is a pair each language gets its own."""
+def fill(template: Sequence[str], values: Mapping[str, Any]) -> Sentence:
+    """A template in both languages; a value that is a pair has one text for each language."""
     english, chinese = (
         text.format(**{key: v[language] if isinstance(v, tuple) else v for key, v in values.items()})
         for language, text in enumerate(template)
@@ -85,25 +88,25 @@ def fill(template: Sequence[str], values: Mapping[str, Any]) -> Said:
     return english, chinese
 
 
-def join(sentences: Iterable[Said], between: Said = (" ", "")) -> Said:
+def join(sentences: Iterable[Sentence], between: Sentence = (" ", "")) -> Sentence:
     pairs = list(sentences)
     return between[0].join(pair[0] for pair in pairs), between[1].join(pair[1] for pair in pairs)
 
 
-def figure(value: float, unit: str, signed: bool = True) -> str:
-    """A number as it is shown with its unit, without the unit."""
+def format_number(value: float, unit: str, signed: bool = True) -> str:
+    """A number without its unit."""
     return "0" if value == 0 else f"{value:{'+' if signed else ''}.{2 if unit == 'points' else 1}f}"
 
 
-def show(value: float, unit: str, signed: bool = True) -> Said:
-    number = figure(value, unit, signed)
+def with_unit(value: float, unit: str, signed: bool = True) -> Sentence:
+    number = format_number(value, unit, signed)
     return (f"{number} points", f"{number} 个百分点") if unit == "points" else (f"{number} %", f"{number}%")
 
 
-def show_p(p: float | None) -> str:
+def format_p(p: float | None) -> str:
     return "= ?" if p is None else "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
-def show_problems(codes: Iterable[str]) -> Said:
-    """Codes of `oelm.study.analysis.PROBLEMS` in words."""
+def format_problems(codes: Iterable[str]) -> Sentence:
+    """Codes of `oelm.study.result_types.PROBLEMS` as text."""
     return join([(PROBLEMS[code], claim_data()["problems_zh"][code]) for code in codes], ("; ", "；"))

@@ -1,7 +1,7 @@
-"""How many times higher a method's best learning rate is than the reference's: ratios, counted.
+"""How many times higher a method's best learning rate is than the reference arm's: ratios, counted.
 
-A grid knows a best rate to one of its steps, so ratios are coarse and often all the same. They are not
-averaged for a verdict but counted: a sign test says whether most are at least the claimed one.
+A grid determines the best learning rate to one of its steps only, so ratios are coarse and often equal. They
+are not averaged for a verdict but counted: a sign test says whether most are at least the claimed one.
 """
 
 import math
@@ -9,73 +9,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from oelm.claims.cases import arms_of
 from oelm.claims.data import (
     NOT_DECIDED,
     REFUTED,
     SUPPORTED,
     Claim,
     Interval,
-    Said,
-    say,
-    show,
-    show_p,
-    show_problems,
+    Sentence,
+    format_p,
+    format_problems,
+    sentence,
+    with_unit,
 )
 from oelm.study import statistics
-from oelm.study.matrix import Cell, Scores, best_rate
-from oelm.study.result_types import LEVEL, Arm, Group
+from oelm.study.matrix import Cell, Scores, best_lr
+from oelm.study.result_types import LEVEL, Group
 
-SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot go below 5 %
+SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot reach 5 %
 
 
 @dataclass(frozen=True)
-class Counted:
+class RatioVerdict:
     """A verdict on some ratios; the number is their geometric mean."""
 
     verdict: str
     number: float | None
     interval: Interval | None
-    said: list[Said]
+    sentences: list[Sentence]
 
 
-def rate_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Said]]:
-    """One ratio for each seed of the choice in a setting; and why there are none, or what they mean."""
-    ours, theirs = group.arms[claim.method], group.arms[claim.reference]
-    if not (group.matrix and ours.chosen and theirs.chosen and ours.lr and theirs.lr):
-        return [], [say("rates_none")]
+def lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
+    """One ratio for each seed of the trials; and why there are none, or what they mean."""
+    arm, reference = arms_of(claim, group)
+    if not (group.matrix and arm.chosen and reference.chosen and arm.lr and reference.lr):
+        return [], [sentence("rates_none")]
     grid = group.matrix.grid
     step = max(high / low for low, high in pairwise(grid))
-    if {ours.lr, theirs.lr} & {grid[0], grid[-1]}:
-        return [], [say("rates_edge")]
+    if {arm.lr, reference.lr} & {grid[0], grid[-1]}:
+        return [], [sentence("rates_edge")]
     if step > claim.ratio[1]:
-        return [], [say("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
-    if any(r.results.get("at_chance") for arm in (ours, theirs) for r in arm.trials if r.lr == arm.lr):
-        return [], [say("problems", problems=show_problems(["at_chance"]))]
-    said = [say("rates_step", step=step)]
-    own, there = ours.rates.get(ours.lr), ours.rates.get(theirs.lr)
-    if own is not None and there is not None and ours.lr != theirs.lr:
-        lost = show(
-            group.points(own) - group.points(there), "points" if group.kind == "share" else "%", False
-        )
-        said.append(say("rates_cost", lost=lost, method=claim.method, reference=claim.reference))
-    return _by_seed(group, ours, theirs, grid), said
+        return [], [sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
+    if any(r.results.get("at_chance") for a in (arm, reference) for r in a.trials if r.lr == a.lr):
+        return [], [sentence("problems", problems=format_problems(["at_chance"]))]
+    sentences = [sentence("rates_step", step=step)]
+    best, at_reference = arm.lr_scores.get(arm.lr), arm.lr_scores.get(reference.lr)
+    if best is not None and at_reference is not None and arm.lr != reference.lr:
+        loss = group.points(best) - group.points(at_reference)
+        lost = with_unit(loss, "points" if group.kind == "share" else "%", False)
+        sentences.append(sentence("rates_cost", lost=lost, **claim.names))
+    return _by_seed(claim, group, grid), sentences
 
 
-def _by_seed(group: Group, ours: Arm, theirs: Arm, grid: Sequence[float]) -> list[float]:
-    scores = {Cell(r.method, r.lr, r.seed, True): r.validation for r in (*ours.trials, *theirs.trials)}
+def _by_seed(claim: Claim, group: Group, grid: Sequence[float]) -> list[float]:
+    scores = {r.cell: r.validation for arm in arms_of(claim, group) for r in arm.trials}
+    methods = (claim.method, claim.reference_arm)
     ratios = []
     for seed in sorted({cell.seed for cell in scores}):
-        if all(Cell(arm.method, lr, seed, True) in scores for arm in (ours, theirs) for lr in grid):
-            high = _only_best(ours.method, grid, seed, scores, group.larger_is_better)
-            low = _only_best(theirs.method, grid, seed, scores, group.larger_is_better)
+        if all(Cell(method, lr, seed, True) in scores for method in methods for lr in grid):
+            high, low = (_unique_best(m, grid, seed, scores, group.larger_is_better) for m in methods)
             if high is not None and low is not None:
                 ratios.append(high / low)
     return ratios
 
 
-def _only_best(method: str, grid: Sequence[float], seed: int, scores: Scores, larger: bool) -> float | None:
-    """The best rate of a seed; None where all failed, or several are equally good: which is then chance."""
-    best = best_rate(method, grid, [seed], scores, larger)
+def _unique_best(method: str, grid: Sequence[float], seed: int, scores: Scores, larger: bool) -> float | None:
+    """The best learning rate of a seed; None if all trials failed, or if several are equally good."""
+    best = best_lr(method, grid, [seed], scores, larger)
     if best is None:
         return None
     top = scores[Cell(method, best, seed, True)]
@@ -83,12 +83,12 @@ def _only_best(method: str, grid: Sequence[float], seed: int, scores: Scores, la
     return best if len(tied) == 1 else None
 
 
-def count_ratios(claim: Claim, ratios: Sequence[float]) -> Counted:
+def judge_ratios(claim: Claim, ratios: Sequence[float]) -> RatioVerdict:
     """Whether most of the ratios are at least the claimed one."""
     from scipy import stats
 
     if not ratios:
-        return Counted(NOT_DECIDED, None, None, [say("rates_nothing")])
+        return RatioVerdict(NOT_DECIDED, None, None, [sentence("rates_nothing")])
     logs = statistics.interval([math.log(ratio) for ratio in ratios])
     number = math.exp(logs.mean)
     interval = None if logs.low is None or logs.high is None else (math.exp(logs.low), math.exp(logs.high))
@@ -96,9 +96,9 @@ def count_ratios(claim: Claim, ratios: Sequence[float]) -> Counted:
     k = sum(ratio > 0.99 * least for ratio in ratios)  # 3e-4 / 1e-4 is not quite 3
     p = float(stats.binomtest(k, n).pvalue)
     verdict = NOT_DECIDED if p >= LEVEL else SUPPORTED if 2 * k > n else REFUTED
-    spread = say("rates_interval", low=interval[0], high=interval[1]) if interval else ("", "")
-    said = [say("rates_found", method=claim.method, reference=claim.reference, number=number, k=k, n=n,
-                low=least, p=show_p(p), interval=spread)]  # fmt: skip
+    span = sentence("rates_interval", low=interval[0], high=interval[1]) if interval else ("", "")
+    counts = {"number": number, "k": k, "n": n, "low": least, "p": format_p(p), "interval": span}
+    sentences = [sentence("rates_found", **claim.names, **counts)]
     if n < SIGN_TEST_FROM:
-        said.append(say("rates_few", n=SIGN_TEST_FROM))
-    return Counted(verdict, number, interval, said)
+        sentences.append(sentence("rates_few", n=SIGN_TEST_FROM))
+    return RatioVerdict(verdict, number, interval, sentences)

@@ -132,34 +132,34 @@ def resolve_study(
 
 def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
-    from oelm.study.conduct import check_methods, estimate_run, prepare_settings, slots_for
+    from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings
     from oelm.study.folder import StudyFolder
     from oelm.training.display import duration
 
     table = study.table
-    settings = prepare_settings(study, show=True)
+    settings = prepare_settings(study)
     check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
-    slots = len(slots_for(table, max(estimate.memory_bytes for estimate in estimates)))
+    places = make_launcher(study, estimates, out).places
     methods, grid = len(study.methods), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     measured = methods * table.seeds
     lines = [
-        f"methods   {', '.join(study.methods)} (compared with {study.reference})",
+        f"methods   {', '.join(study.methods)} (compared with {study.reference_arm})",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
         f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):
-        total += estimate.time_s * (choosing + measured)
+        total += estimate["time_s"] * (choosing + measured)
         lines.append(
             f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs, "
-            f"about {estimate.memory_bytes / 1e9:.1f} GB and {duration(estimate.time_s)} each"
+            f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])} each"
         )
     lines.append(
-        f"in all    {len(settings) * (choosing + measured)} runs, {slots} side by side: about "
-        f"{duration(total / slots)} (within a factor of two; without a wider grid)"
+        f"in all    {len(settings) * (choosing + measured)} runs, {places} side by side: about "
+        f"{duration(total / places)} (within a factor of two; without a wider grid)"
     )
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
@@ -174,12 +174,12 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
     from oelm.study.folder import StudyFolder
 
     folder = StudyFolder(out)
-    with folder.opened(study):
-        settings = prepare_settings(study, show=True)
+    with folder.lock(study):
+        settings = prepare_settings(study)
         folder.save(study, settings)
         for source in sources:
-            came, refused = folder.bring_in(source, settings)
-            say(f"{source}: {came} records imported")
+            imported, refused = folder.import_records(source, settings)
+            say(f"{source}: {imported} records imported")
             for reason, count in refused.items():
                 say(f"  {count} left out: {reason}")
 
@@ -187,11 +187,11 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
     from oelm.study.conduct import conduct
-    from oelm.study.progress_view import Live, kept_models
+    from oelm.study.progress_view import ProgressView, kept_models
     from oelm.study.report import as_plain, summary, write_report
 
-    with Live() as live:
-        progress = conduct(study, out, limit, live.show)
+    with ProgressView() as view:
+        progress = conduct(study, out, limit, view.show)
     written = write_report(out, lang)
     if as_json:
         say(json.dumps(as_plain(written.analysis), ensure_ascii=False))

@@ -1,12 +1,12 @@
-"""From records to comparisons: what each method reached at its own best rate, and how sure the difference is.
+"""From records to comparisons: what each arm reached at its own best learning rate, and how certain it is.
 
-Everything here is computed from the records alone, so a report can be made anywhere and at any time. Runs
-are compared within a setting (same data, model and recipe), paired by seed. Differences are in points (per
-cent of the items) or, for perplexity, in per cent; a positive difference is always an improvement.
+Everything is computed from the records alone, so a report can be made anywhere and at any time. Runs are
+compared within a setting (same data, model and recipe), paired by seed. Differences are in points (per cent
+of the items) or, for a perplexity, in per cent; a positive difference is always an improvement.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,59 +15,49 @@ import numpy as np
 from oelm.errors import UserError
 from oelm.study import statistics
 from oelm.study.design import Study
-from oelm.study.folder import StudyFolder
+from oelm.study.folder import StudyFolder, check_folder
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
-from oelm.study.matrix import Cell, Matrix, rate_means, unfold
+from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
-from oelm.study.result_types import (
-    FEWEST_SEEDS,
-    Across,
-    Analysis,
-    Arm,
-    Comparison,
-    Failure,
-    Group,
-)
+from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
 from oelm.training.predictions import item_scores
 
 
 def analyse(folder: Path) -> Analysis:
-    """Analyse a study's folder, or any folder with runs below."""
+    """Analyse a study's folder, or any folder with runs below it."""
     damaged: list[str] = []
+    study: Study | None = None
+    left_out, changes = 0, []
     if (folder / "study.toml").is_file():
         study_folder = StudyFolder(folder)
-        study: Study | None = study_folder.read()
+        study, changes = study_folder.read(), study_folder.changes()
         records, left_out = study_folder.records(damaged)
-        changes = study_folder.changes()
-    elif folder.is_dir():
-        _refuse_studies_below(folder)
-        study, left_out, changes = None, 0, []
-        records = list(find_records(folder, damaged))
     else:
-        raise UserError(
-            f"{folder} is a file, not a folder" if folder.exists() else f"{folder}: no such folder"
-        )
+        check_folder(folder)
+        _refuse_studies_below(folder)
+        records = list(find_records(folder, damaged))
     if not any(record.completed or record.results["status"] == "failed" for record in records):
         why = f": {damaged[0]}" if damaged else ""
         raise UserError(f"{folder} holds no run that has ended{why}")
-    found = analyse_records(records, study, left_out, folder.resolve().name)
-    return replace(found, damaged=damaged, changes=changes)
+    analysis = analyse_records(records, study, left_out, folder.resolve().name)
+    return replace(analysis, damaged=damaged, changes=changes)
 
 
 def _refuse_studies_below(folder: Path) -> None:
-    """Without its study.toml nobody could tell how the rates of a study's runs were chosen."""
+    """Without its study.toml a report could not tell how a study's learning rates were chosen."""
     below = [path.parent for path in sorted(folder.rglob("study.toml"))]
     studies = [str(study) for study in below if any(study.rglob("results.json"))]
     if studies:
         more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
         raise UserError(
-            f"{folder} is no study, but there are studies below: report on {' or '.join(studies[:5])}{more}"
+            f"{folder} is not a study, but studies are below it: report on {' or '.join(studies[:5])}{more}"
         )
 
 
 def analyse_records(
     records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
 ) -> Analysis:
+    """Analyse records; those of a study are chosen and compared as the study planned."""
     unique = {(r.identity.key, r.method): r for r in reversed(records)}  # of copies, the first
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for record in reversed(unique.values()):
@@ -80,7 +70,7 @@ def analyse_records(
         _compare(group, method, margin, study)
         for group in groups
         for method in group.arms
-        if method != group.reference
+        if method != group.reference_arm
     ]
     used = {id(record) for group in groups for record in group.records}
     tested = [record for record in unique.values() if record.test is not None]
@@ -98,15 +88,16 @@ def analyse_records(
 
 
 def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
-    """Holm over one family: every comparison of the study, named by its matrix before it was run.
+    """Correct p (Holm) for all planned comparisons of the study.
 
-    One that nothing may be concluded from counts as if it had failed, so that no fault in the data makes
-    the others look better.
+    One with problems counts as p = 1, so that no fault in the data makes the others look better.
     """
-    may = [c.paired is not None and c.paired.p is not None and not c.problems for c in comparisons]
-    p_values = [c.paired.p if ok and c.paired else 1.0 for c, ok in zip(comparisons, may, strict=True)]
-    adjusted = statistics.holm(p_values)
-    return [replace(c, p_holm=p if ok else None) for c, p, ok in zip(comparisons, adjusted, may, strict=True)]
+    p_values = [c.paired.p if c.paired and not c.problems else None for c in comparisons]
+    adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
+    return [
+        replace(c, p_holm=None if p is None else corrected)
+        for c, p, corrected in zip(comparisons, p_values, adjusted, strict=True)
+    ]
 
 
 def _group(setting: str, records: list[Record], study: Study | None) -> Group:
@@ -116,7 +107,8 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
         methods = [m for m in study.methods if m in methods]
     else:
         methods.sort(key=lambda m: (m != "baseline", m))
-    matrix = _matrix(records, study) if study else None
+    scores = {record.cell: record.validation for record in records if record.evaluated}
+    matrix = study.matrix(scores, first.larger_is_better, partial=True) if study else None
     arms = {m: _arm(m, [r for r in records if r.method == m], matrix, study) for m in methods}
     return Group(
         setting=setting,
@@ -125,34 +117,21 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
         metric=first.metric,
         precision=str(first.results.get("precision")),
         kind="share" if first.larger_is_better else "perplexity",
-        reference=study.reference if study and study.reference in arms else methods[0],
+        reference_arm=study.reference_arm if study and study.reference_arm in arms else methods[0],
         arms=arms,
         matrix=matrix,
     )
 
 
 def _one_path(records: list[Record]) -> list[Record]:
-    """Without the runs by the fast path of seeds for which it gave out in one arm: the study has made all
-    of that seed's runs again by the plain path, so that pairs have the same arithmetic."""
-    again = {(r.seed, r.choosing) for r in records if r.fell_back}
-    kept = [r for r in records if (r.seed, r.choosing) not in again or not r.config.training.fast]
+    """Leave out runs by the fast path of a seed for which it failed in one arm: the study has made all runs
+    of that seed again by the plain path, so that pairs have the same arithmetic."""
+    failed = {(r.seed, r.choosing) for r in records if r.fell_back}
+    kept = [r for r in records if (r.seed, r.choosing) not in failed or not r.config.training.fast]
     return kept or records
 
 
-def _matrix(records: Iterable[Record], study: Study) -> Matrix:
-    scores = {
-        Cell(record.method, record.lr, record.seed, record.choosing): record.validation
-        for record in records
-        if record.evaluated
-    }
-    first = next(iter(records))
-    return unfold(
-        list(study.methods), study.table.lrs, study.choice_seeds, study.seeds, study.table.widen, scores,
-        first.larger_is_better, partial=True,
-    )  # fmt: skip
-
-
-def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> Arm:
+def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study | None) -> ArmResult:
     trials = [record for record in records if record.choosing]
     measured = [record for record in records if not record.choosing]
     unevaluated: tuple[Cell, ...] = ()
@@ -164,20 +143,23 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         lr = matrix.chosen.get(method)
         measured = [r for r in measured if r.lr == lr]
         chosen = len(matrix.grid) > 1 and lr is not None
-    else:  # nobody can tell whether the rate it was measured at is its best
-        rates = {record.lr for record in measured}
-        lr, chosen = (rates.pop() if len(rates) == 1 else None), False
+    else:  # whether the learning rate of the measured runs is the best one is not known
+        lrs = {record.lr for record in measured}
+        lr, chosen = (lrs.pop() if len(lrs) == 1 else None), False
     failures = tuple(
         _failure(r) for r in (*trials, *measured) if (r.validation if r.choosing else r.test) is None
     )
+    scores = {r.cell: r.validation for r in trials}
+    means = {
+        lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
+        for lr in sorted({cell.lr for cell in scores})
+    }
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
-    return Arm(
-        method, lr, chosen, tuple(complete), tuple(trials), failures, _rates(method, trials), unevaluated
-    )  # fmt: skip
+    return ArmResult(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
 
 
 def _failure(record: Record) -> Failure:
-    """Why a run gave no number. One that ended with a metric that is not finite diverged as well."""
+    """Why a run has no score; one that was completed with a metric that is not finite diverged."""
     if record.completed:
         status, reason = "failed", f"its {record.metric} is not finite"
     else:
@@ -186,80 +168,64 @@ def _failure(record: Record) -> Failure:
     return Failure(record.method, record.lr, record.seed, status, reason, kind)
 
 
-def _rates(method: str, trials: list[Record]) -> dict[float, float | None]:
-    scores = {Cell(method, r.lr, r.seed, True): r.validation for r in trials}
-    found: dict[float, float | None] = {}
-    for lr in sorted({r.lr for r in trials}):
-        seeds = [cell.seed for cell in scores if cell.lr == lr]
-        found |= rate_means(method, [lr], seeds, scores)
-    return found
-
-
 def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
-    arm, reference = group.arms[method], group.arms[group.reference]
-    pairs = pair_runs(arm, reference)
-    seeds = tuple(ours.seed for ours, _ in pairs)
+    arm, reference_arm = group.arms[method], group.arms[group.reference_arm]
+    pairs = pair_runs(arm, reference_arm)
+    seeds = tuple(run.seed for run, _ in pairs)
     differences = tuple(
-        group.points(ours.test) - group.points(theirs.test)  # type: ignore[arg-type]
-        for ours, theirs in pairs
+        group.points(run.test) - group.points(reference.test)  # type: ignore[arg-type]
+        for run, reference in pairs
     )
-    items, mcnemar = _by_item(group, [ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+    items, mcnemar = _by_item(group.metric, pairs)
     return Comparison(
         group, method, seeds, differences,
         statistics.paired(differences) if seeds else None,
         statistics.equivalence(differences, margin) if seeds else None,
         items, mcnemar,
-        find_problems(arm, reference, study),
+        find_problems(arm, reference_arm, study),
     )  # fmt: skip
 
 
-def pair_runs(arm: Arm, reference: Arm) -> list[tuple[Record, Record]]:
+def pair_runs(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
     """The measured runs of two arms that share a seed and their arithmetic, in the order of the seeds."""
-    return [(a, b) for a, b in _same_seed(arm, reference) if a.arithmetic == b.arithmetic]
+    return [(a, b) for a, b in _same_seed(arm, reference_arm) if a.arithmetic == b.arithmetic]
 
 
-def _same_seed(arm: Arm, reference: Arm) -> list[tuple[Record, Record]]:
-    ours = {r.seed: r for r in arm.records}
-    theirs = {r.seed: r for r in reference.records}
-    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+def _same_seed(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
+    runs, references = ({r.seed: r for r in a.records} for a in (arm, reference_arm))
+    return [(runs[seed], references[seed]) for seed in sorted(runs.keys() & references.keys())]
 
 
-def find_problems(arm: Arm, reference: Arm, study: Study | None) -> tuple[str, ...]:
-    """Why nothing may be concluded from two arms of a group: codes of PROBLEMS, none if all is well."""
-    return tuple(_problems(arm, reference, len(pair_runs(arm, reference)), study))
-
-
-def _problems(arm: Arm, reference: Arm, pairs: int, study: Study | None) -> Iterable[str]:
-    wanted = len(study.seeds) if study else max(len(arm.seeds), len(reference.seeds))
-    if arm.unevaluated or reference.unevaluated:
-        yield "unevaluated"
-    measured_failures = [
-        f for a in (arm, reference) for f in a.failures if f.lr == a.lr and f.of_method
-        and f.seed not in {r.seed for r in a.trials}
-    ]  # fmt: skip
-    if measured_failures:
-        yield "failed"
-    elif len(_same_seed(arm, reference)) < wanted:
-        yield "unfinished"
-    if pairs < len(_same_seed(arm, reference)):
-        yield "other_arithmetic"
-    if pairs < FEWEST_SEEDS:
-        yield "few_seeds"
-    if not (arm.chosen and reference.chosen) and (arm.lr is None or arm.lr != reference.lr):
-        yield "other_rates"
-    if arm.chosen and reference.chosen and arm.rates.keys() != reference.rates.keys():
-        yield "unequal_trials"
-    if arm.at_chance or reference.at_chance:
-        yield "at_chance"
-    if any(r.config.training.choose_on == "test" for r in (*arm.records, *reference.records)):
-        yield "chosen_on_test"
+def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None) -> tuple[str, ...]:
+    """Why no conclusion may be drawn from two arms of a group: codes of PROBLEMS."""
+    arms = (arm, reference_arm)
+    same_seed, pairs = len(_same_seed(*arms)), len(pair_runs(*arms))
+    planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
+    failed = any(
+        failure.lr == a.lr and failure.of_method and failure.seed not in {r.seed for r in a.trials}
+        for a in arms
+        for failure in a.failures
+    )
+    both_chosen = arm.chosen and reference_arm.chosen
+    problems = {
+        "unevaluated": any(a.unevaluated for a in arms),
+        "failed": failed,
+        "unfinished": not failed and same_seed < planned,
+        "other_arithmetic": pairs < same_seed,
+        "few_seeds": pairs < FEWEST_SEEDS,
+        "other_rates": not both_chosen and (arm.lr is None or arm.lr != reference_arm.lr),
+        "unequal_trials": both_chosen and arm.lr_scores.keys() != reference_arm.lr_scores.keys(),
+        "at_chance": any(a.at_chance for a in arms),
+        "chosen_on_test": any(r.config.training.choose_on == "test" for a in arms for r in a.records),
+    }
+    return tuple(code for code, applies in problems.items() if applies)
 
 
 def _by_item(
-    group: Group, ours: list[Record], theirs: list[Record]
+    metric: str, pairs: list[tuple[Record, Record]]
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
-    """The same difference over test items: from what was saved for each of them, where anything was."""
-    a, b = _item_scores(group.metric, ours), _item_scores(group.metric, theirs)
+    """The same difference over test items, if both arms recorded a score for each item."""
+    a, b = (_item_scores(metric, [pair[place] for pair in pairs]) for place in (0, 1))
     if a is None or b is None or a.shape != b.shape:
         return None, None
     right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
@@ -267,50 +233,45 @@ def _by_item(
 
 
 def _item_scores(metric: str, records: list[Record]) -> np.ndarray | None:
-    """The score of every run and item, items in one order; None where items do not count alike."""
+    """The score of every item (runs, items), items in one order; None unless all items count alike."""
     rows = []
     for record in records:
         arrays = record.predictions()
-        found = None if arrays is None else item_scores(metric, arrays)
-        if found is None or (found.weights != 1).any():
+        items = None if arrays is None else item_scores(metric, arrays)
+        if items is None or (items.weights != 1).any():
             return None
-        rows.append(found.scores)
+        rows.append(items.scores)
     return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
 
 
 def _across(comparisons: Sequence[Comparison]) -> list[Across]:
-    """Over tasks, where there are several."""
+    """Every method that was compared on several tasks, over all of them."""
     by_method: dict[str, list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
         if comparison.differences:
             by_method[comparison.method].append(comparison)
-    found = []
-    for method, several in by_method.items():
-        if len(several) < 2:
-            continue
-        points = [c.group.points for c in several]
-        ours = [[p(v) for v in c.arm.values] for p, c in zip(points, several, strict=True)]
-        theirs = [[p(v) for v in c.reference.values] for p, c in zip(points, several, strict=True)]
-        found.append(
-            Across(
-                method,
-                len(several),
-                statistics.interquartile_mean([c.differences for c in several]),
-                statistics.probability_of_improvement(ours, theirs),
-            )
+    return [
+        Across(
+            method,
+            len(several),
+            statistics.interquartile_mean([c.differences for c in several]),
+            statistics.probability_of_improvement(
+                [list(map(c.group.points, c.arm.values)) for c in several],
+                [list(map(c.group.points, c.reference_arm.values)) for c in several],
+            ),
         )
-    return found
+        for method, several in by_method.items()
+        if len(several) > 1
+    ]
 
 
 def _mixtures(records: Sequence[Record]) -> dict[str, list[str]]:
-    """What the runs of a study do not share and a reader should know."""
+    """What differs between the runs of a study: versions, commits, hardware."""
     seen: dict[str, set[str]] = defaultdict(set)
     for record in records:
         environment = record.environment
-        seen["commit"].add(str(environment.get("commit")))
-        seen["oelm"].add(str(environment.get("oelm")))
-        seen["hardware"].add(str(environment.get("gpu") or environment.get("cpu")))
-        seen["python"].add(str(environment.get("python")))
-        for package, version in environment.get("packages", {}).items():
-            seen[package].add(str(version))
+        values = {name: environment.get(name) for name in ("commit", "oelm", "python")}
+        values["hardware"] = environment.get("gpu") or environment.get("cpu")
+        for name, value in (values | environment.get("packages", {})).items():
+            seen[name].add(str(value))
     return {name: sorted(values) for name, values in seen.items() if len(values) > 1}

@@ -1,4 +1,4 @@
-"""The published experiments: the TOML files of `oelm/experiments`, with what was reported for each."""
+"""The published experiments: the TOML files of `oelm/experiments` with the figures that were reported."""
 
 import tomllib
 from dataclasses import dataclass
@@ -11,44 +11,30 @@ from oelm.errors import UserError
 
 @dataclass(frozen=True)
 class Experiment:
-    """One published experiment.
-
-    published   the reported figures by plain names (accuracies 0 to 1, times in seconds), the split they
-                were measured on in our task catalogue's terms, and notes. Targets, never results.
-    habits      what was done there and is not done by our rules.
-    config      the run that repeats it, as a RunConfig's nested keys.
-    variant_of  the experiment this is another reading of; None for the published ones themselves.
-    """
+    """One published experiment."""
 
     id: str
     title: str
-    published: dict[str, Any]
-    habits: tuple[str, ...]
-    config: dict[str, Any]
-    variant_of: str | None = None
+    published: dict[str, Any]  # the reported figures (accuracies 0 to 1, seconds), their split, notes
+    habits: tuple[str, ...]  # what was done there and is against our rules
+    config: dict[str, Any]  # the run that repeats it, as nested keys of a RunConfig
+    variant_of: str | None = None  # the experiment this is another reading of; None for a published one
 
 
 def list_experiments() -> list[Experiment]:
     """All experiments, by ID."""
-    found = []
+    experiments = []
     for file in (files("oelm") / "experiments").iterdir():
-        if not file.name.endswith(".toml"):
-            continue
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-        # Our own studies lie in the same folder; what has published figures is an experiment.
-        if "published" in values:
-            found.append(_experiment(file.name.removesuffix(".toml"), values))
-    return sorted(found, key=lambda experiment: experiment.id)
-
-
-def _experiment(id: str, values: dict[str, Any]) -> Experiment:
-    about = {key: values.pop(key) for key in ("title", "published", "habits")}
-    about["habits"] = tuple(about["habits"])
-    return Experiment(id=id, **about, variant_of=values.pop("variant_of", None), config=values)
+        values = tomllib.loads(file.read_text(encoding="utf-8")) if file.name.endswith(".toml") else {}
+        if "published" in values:  # the other files are our own studies
+            about = {key: values.pop(key, None) for key in ("title", "published", "variant_of")}
+            about |= {"id": file.name.removesuffix(".toml"), "habits": tuple(values.pop("habits"))}
+            experiments.append(Experiment(**about, config=values))
+    return sorted(experiments, key=lambda experiment: experiment.id)
 
 
 def get_experiment(id: str) -> Experiment:
-    """The experiment of that ID, in any case; an ID that does not exist is answered with those that do."""
+    """The experiment of that ID, upper or lower case; the error for an unknown ID lists those that exist."""
     known = {experiment.id.lower(): experiment for experiment in list_experiments()}
     if id.lower() not in known:
         names = ", ".join(experiment.id for experiment in known.values())

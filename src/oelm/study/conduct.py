@@ -1,17 +1,17 @@
-"""Conduct a study: data first, then as many runs side by side as there is room for."""
+"""Conduct a study: prepare its data, build every model once, then hand the runs to a launcher."""
 
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
-from oelm.study.design import Study, StudyConfig
+from oelm.study.design import Study
 from oelm.study.folder import Setting, StudyFolder
-from oelm.study.scheduler import Progress, Runner, Slot
+from oelm.study.launchers import LAUNCHERS, Launcher
+from oelm.study.scheduler import Scheduler, StudyProgress
 from oelm.system.terminal import say
 from oelm.training.stopping import stopping
 
@@ -20,20 +20,9 @@ if TYPE_CHECKING:
 
     from oelm.data.tasks.objective import Objective
 
-PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
-MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """What one run of a setting takes; good to a factor of two."""
-
-    memory_bytes: float
-    time_s: float
-
-
-def prepare_settings(study: Study, show: bool) -> list[Setting]:
-    """The data of every task with its trivial references, prepared and checked before anything is trained."""
+def prepare_settings(study: Study) -> list[Setting]:
+    """Prepare the dataset of every task and its trivial baselines, before anything is trained."""
     from oelm.data.trivial_baselines import trivial_references
     from oelm.training.parallel import process_state
     from oelm.training.resolve import objective_of, prepare_data, resolve_run
@@ -41,20 +30,20 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
     device = process_state().device
     settings = []
     for task in study.tasks:
-        config, store = prepare_data(study.task_config(task), device, show)
-        for warning in store.warnings if show else ():
+        config, store = prepare_data(study.task_config(task), device, show=True)
+        for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
-        trivial_references(store)  # computed once here, found in the cache by every run
+        trivial_references(store)  # computed once here; every run reads the cache
         run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
         settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]
     if len(set(names)) < len(names):
-        raise UserError(f"two tasks of the study have one name: {', '.join(names)}")
+        raise UserError(f"two tasks of the study have the same name: {', '.join(names)}")
     return settings
 
 
 def check_methods(settings: list[Setting]) -> None:
-    """Make every model with every method once: what cannot be made must not cost the runs before it."""
+    """Build every model with every method once: one that cannot be built is refused before any run."""
     seen = []
     for setting in settings:
         if setting.config.model in seen:
@@ -62,13 +51,13 @@ def check_methods(settings: list[Setting]) -> None:
         seen.append(setting.config.model)
         for method in setting.study.methods:
             try:
-                _built(setting, setting.run_config(replace(setting.any_cell, method=method)))
+                _build(setting, setting.run_config(replace(setting.any_cell, method=method)))
             except UserError as error:
                 raise UserError(f"{method}: {error}") from None
 
 
-def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
-    """The model of a run, on the CPU, and what it learns."""
+def _build(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
+    """The model of a run, on the CPU, and its objective."""
     from oelm.models.build import build_model
     from oelm.training.resolve import objective_of
 
@@ -77,77 +66,42 @@ def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objec
     return model, objective
 
 
-def estimate_run(setting: Setting) -> Estimate:
-    """Build the model once and count."""
+def estimate_run(setting: Setting) -> dict[str, float]:
+    """The `memory_bytes` and `time_s` of one run of a setting, good to a factor of two."""
     from oelm.training import results
     from oelm.training.parallel import process_state
     from oelm.training.resolve import resolve_run
 
     config = setting.run_config(setting.any_cell)
-    model, objective = _built(setting, config)
+    model, objective = _build(setting, config)
     run = resolve_run(config, objective, process_state().device, setting.study.table.gpus_per_run)
-    found = results.estimate(model, setting.store.kind, run)
-    return Estimate(found["memory_bytes"], found["time_s"])
+    return results.estimate(model, setting.store.kind, run)
 
 
-def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
-    """Room for runs that need this much memory each: on every GPU, or on the CPU's cores."""
-    import psutil
-    import torch
-
-    # Runs that each take all cores wait for one another: 15 on one GPU were several times slower for it.
-    threads = {"OMP_NUM_THREADS": str(table.threads)}
-    if gpus := torch.cuda.device_count():
-        return _gpu_slots(table, memory_bytes, gpus, threads)
-    room = table.memory_gb * 1e9 or 0.8 * psutil.virtual_memory().available
-    each = memory_bytes + PROCESS_BYTES
-    cores = len(os.sched_getaffinity(0)) // (table.threads * table.gpus_per_run)
-    jobs = table.jobs or max(1, min(cores, int(room // (each * table.gpus_per_run))))
-    environment = threads | ({"ACCELERATE_USE_CPU": "1"} if table.gpus_per_run > 1 else {})
-    return [Slot(environment, table.gpus_per_run) for _ in range(jobs)]
-
-
-def _gpu_slots(table: StudyConfig, memory_bytes: float, gpus: int, threads: dict[str, str]) -> list[Slot]:
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    if table.gpus_per_run > len(visible):
-        raise UserError(f"study.gpus_per_run is {table.gpus_per_run}, but there are {len(visible)} GPUs")
-    groups = [
-        visible[i : i + table.gpus_per_run]
-        for i in range(0, len(visible) - table.gpus_per_run + 1, table.gpus_per_run)
-    ]
-    room = table.memory_gb * 1e9 or 0.8 * torch.cuda.mem_get_info()[0]
-    cores = len(os.sched_getaffinity(0)) // len(groups)
-    fitting = int(room // (memory_bytes + PROCESS_BYTES))
-    each = 1 if table.gpus_per_run > 1 else max(1, min(MOST_PER_GPU, cores // 2, fitting))
-    jobs = table.jobs or each * len(groups)
-    return [
-        Slot(threads | {"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])}, table.gpus_per_run)
-        for i in range(jobs)
-    ]
+def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) -> Launcher:
+    """The launcher that the study names, for runs of its largest setting."""
+    memory = max(estimate["memory_bytes"] for estimate in estimates)
+    return LAUNCHERS[study.table.launcher](study.table, memory, out / "log")
 
 
 def conduct(
     study: Study,
     out: Path,
     stop_after: float | None = None,
-    show: Callable[[Progress], None] = lambda progress: None,
-    talk: bool = True,
-) -> Progress:
+    show: Callable[[StudyProgress], None] = lambda progress: None,
+) -> StudyProgress:
     """Make every run the study needs that is not there yet. Raises `Interrupted` when told to stop."""
     folder = StudyFolder(out)
     began = time.monotonic()
-    with folder.opened(study):
+    with folder.lock(study):
         with stopping(stop_after):
-            settings = prepare_settings(study, talk)
+            settings = prepare_settings(study)
             check_methods(settings)
-            memory = max(estimate_run(setting).memory_bytes for setting in settings)
+            launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
         folder.save(study, settings)
-        folder.belong([setting.key for setting in settings])
-        slots = slots_for(study.table, memory)
+        folder.write(made=[setting.key for setting in settings])
         if stop_after is not None:
             stop_after = max(0.001, stop_after - (time.monotonic() - began))
         with stopping(stop_after) as stop:
             stop.patient = True
-            return Runner(settings, out, slots, study.table.models).run(stop, show)
+            return Scheduler(settings, out, launcher, study.table.models).run(stop, show)

@@ -1,4 +1,4 @@
-"""A study's folder: what it holds, which runs belong to it, and how records of other machines come in."""
+"""A study's folder: what it holds, which runs belong to it, and the import of other machines' records."""
 
 import contextlib
 import secrets
@@ -12,7 +12,7 @@ from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
 from oelm.data.tasks.metrics import LOWER_IS_BETTER
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
-from oelm.study.matrix import Cell, Matrix, Scores, unfold
+from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
 from oelm.system.files import (
     check_name,
@@ -32,7 +32,7 @@ from oelm.training.predictions import is_published, write_predictions
 if TYPE_CHECKING:
     from oelm.data import Store
 
-LARGEST = 1 << 30  # bytes of one file of a record that is imported
+LARGEST = 1 << 30  # bytes: the largest file that an import copies
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Setting:
     precision: str
     scores: Scores = field(default_factory=dict)  # on validation
     tests: dict[Cell, float] = field(default_factory=dict)
-    # (seed, whether it serves a choice) whose runs take the plain path in every arm: in one of them the fast
-    # path gave out, and pairs have the same arithmetic.
+    # (seed, whether for trials) whose runs take the plain path in every arm: in one of them the fast path
+    # failed, and pairs must have the same arithmetic.
     plain: set[tuple[int, bool]] = field(default_factory=set)
 
     @property
@@ -54,16 +54,18 @@ class Setting:
         return self.store.task
 
     def run_config(self, cell: Cell) -> RunConfig:
-        entry, settings = self.study.arms[cell.method], self.study.differs_in
-        config = entry.applied_to(self.config)
+        """The task's config with the method and settings of the run's arm, its learning rate and its seed."""
+        arm = self.study.arms[cell.method]
+        config = arm.applied_to(self.config)
         training = replace(config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
         if (cell.seed, cell.choosing) in self.plain:
             training = replace(training, fast=False)
-        arm = ArmConfig(cell.method if cell.method != entry.label else None, settings)
-        return replace(config, method=MethodConfig(**entry.method), training=training, arm=arm)
+        name = cell.method if cell.method != arm.label else None
+        labels = ArmConfig(name, self.study.differs_in)
+        return replace(config, method=MethodConfig(**arm.method), training=training, arm=labels)
 
     def take_plain_path(self, cell: Cell) -> None:
-        """Have all runs of a cell's seed made by the plain path; those by the fast one no longer count."""
+        """Make all runs of the cell's seed by the plain path; those by the fast path no longer count."""
         self.plain.add((cell.seed, cell.choosing))
         for known in (self.scores, self.tests):
             for other in [c for c in known if (c.seed, c.choosing) == (cell.seed, cell.choosing)]:
@@ -73,7 +75,7 @@ class Setting:
         return identify(self.run_config(cell), self.store.fingerprint, self.precision, NUMERICS)
 
     def fits(self, record: Record) -> bool:
-        """Whether a record, perhaps of another machine, is of this setting; "auto" fits any precision."""
+        """Whether a record, perhaps of another machine, is of this setting; precision "auto" accepts any."""
         precision = record.results.get("precision", self.precision)
         if self.config.training.precision not in ("auto", precision):
             return False
@@ -82,7 +84,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What all runs of the setting share, whatever their method, rate and seed."""
+        """The digest of what all runs of the setting share, whatever their method, learning rate and seed."""
         return self.identity(self.any_cell).setting
 
     @property
@@ -96,16 +98,12 @@ class Setting:
     def larger_is_better(self) -> bool:
         return self.store.metric not in LOWER_IS_BETTER
 
-    def unfold(self) -> Matrix:
-        table = self.study.table
-        return unfold(
-            list(self.study.methods), table.lrs, self.study.choice_seeds, self.study.seeds, table.widen,
-            self.scores, self.larger_is_better,
-        )  # fmt: skip
+    def matrix(self) -> Matrix:
+        return self.study.matrix(self.scores, self.larger_is_better)
 
 
 def run_folder(task: str, cell: Cell, key: str) -> Path:
-    """Where a run lies in its study: readable, and its own whatever else changes."""
+    """Where a run lies in its study's folder: a readable name that no other run has."""
     part = "choice" if cell.choosing else "measured"
     names = (folder_name(name, 80, also="-_.=") for name in (task, cell.method))
     return Path("runs", *names, f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
@@ -119,10 +117,10 @@ class StudyFolder:
         self._lock: IO[bytes] | None = None
 
     @contextlib.contextmanager
-    def opened(self, study: Study) -> Iterator[None]:
-        """Take the folder for this study: new, or one of the same runs' common configuration.
+    def lock(self, study: Study) -> Iterator[None]:
+        """Hold the folder, a new one or one of the same study; refused if its shared config differs.
 
-        Methods, tasks, rates and seeds may have been added or taken away; what is done is used again.
+        Methods, tasks, learning rates and seeds may have been added or removed: finished runs are reused.
         """
         self.check(study)
         try:
@@ -135,47 +133,43 @@ class StudyFolder:
         try:
             yield
         finally:
-            if not (self.path / "study.toml").exists():  # it could not start: nothing is left behind
+            if not (self.path / "study.toml").exists():  # the study could not start: leave nothing behind
                 (self.path / "study.lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
             self._lock.close()
 
     def save(self, study: Study, settings: list[Setting]) -> None:
-        """Write the study down, and what it changes in one whose test results are known already."""
+        """Write study.toml, and note in study.json what was changed after runs had been tested."""
         if (self.path / "study.toml").exists():
             self._check_data(study, settings)
             before, now = asdict(self.read().table), asdict(study.table)
             changed = [key for key in now if key not in INCIDENTAL and before[key] != now[key]]
-            tested = (
-                [r for r in find_records(self.path / "runs", []) if r.test is not None] if changed else []
-            )
-            if tested:
+            records = find_records(self.path / "runs", []) if changed else ()
+            if tested := len([record for record in records if record.test is not None]):
                 new = [
-                    {"key": key, "from": before[key], "to": now[key], "measured_runs": len(tested)}
+                    {"key": key, "from": before[key], "to": now[key], "measured_runs": tested}
                     for key in changed
                 ]
-                self._write(changes=[*self.changes(), *new])
+                self.write(changes=[*self.changes(), *new])
         write_text(self.path / "study.toml", study.to_toml())
 
     def changes(self) -> list[dict[str, Any]]:
-        """What was changed in the study after runs had been tested, in that order."""
+        """The changes of the study that were made after runs had been tested, in that order."""
         return list(self._read().get("changes", []))
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
         check_name(self.path)
         if not (self.path / "study.toml").exists():
-            strangers = (
-                [p for p in self.path.iterdir() if p.name != "study.lock"] if self.path.is_dir() else []
-            )
-            if strangers or self.path.is_file():
+            files = self.path.iterdir() if self.path.is_dir() else ()
+            if self.path.is_file() or any(file.name != "study.lock" for file in files):
                 raise UserError(f"{self.path} is not a study; name a new folder")
             return
         before = self.read()
         for task in study.tasks:
             if task in before.tasks:
-                # A file may have moved: what it holds is looked at once it is known, in `_check_data`.
+                # A data file may have moved: `_check_data` compares what it holds once it is prepared.
                 there, here = (s.task_config(task).identity(files=False) for s in (before, study))
                 if there != here:
                     raise UserError(
@@ -184,7 +178,7 @@ class StudyFolder:
                     )
 
     def _check_data(self, study: Study, settings: list[Setting]) -> None:
-        """Refuse a user's other file in place of the one whose runs lie here."""
+        """Refuse a data file that holds other data than the one the runs here were trained on."""
         before = self.read()
         if study.tasks != before.tasks or study.table.tasks:
             return
@@ -202,70 +196,64 @@ class StudyFolder:
 
     def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
-        found = read_json(path) if path.exists() else {}
+        values = read_json(path) if path.exists() else {}
         if (
-            not isinstance(found, dict)
-            or not _is_list_of(dict, found.get("changes", []))
-            or not all(_is_list_of(str, found.get(name, [])) for name in ("made", "imported"))
+            not isinstance(values, dict)
+            or not _is_list_of(dict, values.get("changes", []))
+            or not all(_is_list_of(str, values.get(name, [])) for name in ("made", "imported"))
         ):
-            raise UserError(
-                f"{path} is damaged; delete it, and start the study again to have it written anew"
-            )
-        return found
+            raise UserError(f"{path} is damaged; delete it, and start the study again to write a new one")
+        return values
 
-    def _write(self, **values: list[Any]) -> None:
+    def write(self, **values: list[Any]) -> None:
+        """Update study.json: `made` and `imported` (keys of the settings whose runs belong to the study),
+        `changes`."""
         write_json(self.path / "study.json", self._read() | values)
 
-    def belong(self, made: list[str]) -> None:
-        """Runs of these settings are what the study consists of, besides what was imported."""
-        self._write(made=made)
-
     def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
-        """The study's records, and how many others lie in its folder: of data or numerics of the past."""
-        known = {*self._read().get("made", []), *self._read().get("imported", [])}
+        """The study's records, and how many records in its folder are of other data or numerics versions."""
+        values = self._read()
+        keys = {*values.get("made", []), *values.get("imported", [])}
         differs_in = self.read().differs_in if (self.path / "study.toml").is_file() else ()
-        found = [record.seen_by(differs_in) for record in find_records(self.path / "runs", damaged)]
-        ours = [record for record in found if record.identity.setting in known]
-        return ours, len(found) - len(ours)
+        records = [record.seen_by(differs_in) for record in find_records(self.path / "runs", damaged)]
+        belonging = [record for record in records if record.identity.setting in keys]
+        return belonging, len(records) - len(belonging)
 
-    def bring_in(self, source: Path, settings: list[Setting]) -> tuple[int, dict[str, int]]:
-        """Copy the records of another machine's runs; how many came, and how many did not, by the reason."""
-        if not source.is_dir():
-            raise UserError(f"{source} is not a folder" if source.exists() else f"{source}: no such folder")
-        came, refused, known = 0, Counter[str](), set()
+    def import_records(self, source: Path, settings: list[Setting]) -> tuple[int, dict[str, int]]:
+        """Copy records of another machine; returns how many, and reason -> how many were refused."""
+        check_folder(source)
+        imported, refused, keys = 0, Counter[str](), set()
         damaged: list[str] = []
         for record in find_records(source, damaged, follow=False):
-            fits = [s for s in settings if s.fits(record)]
-            if fits:
-                record = record.seen_by(fits[0].study.differs_in)
+            setting = next((s for s in settings if s.fits(record)), None)
             if not record.evaluated:
                 refused[f"{record.results['status']}"] += 1
-            elif not fits:
+            elif setting is None:
                 refused["of another configuration, data or numerics version"] += 1
             else:
-                known.add(record.identity.setting)
-                cell = Cell(record.method, record.lr, record.seed, record.choosing)
+                record = record.seen_by(setting.study.differs_in)
+                keys.add(record.identity.setting)
                 try:
-                    copied = self._copy(record, run_folder(fits[0].task, cell, record.identity.key))
+                    copied = self._copy(record, run_folder(setting.task, record.cell, record.identity.key))
                 except UserError as error:
                     damaged.append(str(error))
                     continue
-                came += copied
+                imported += copied
                 refused["there already"] += not copied
         if damaged:
             refused[f"damaged, such as {damaged[0]}"] = len(damaged)
-        if not came and not refused:
+        if not imported and not refused:
             raise UserError(f"{source} holds no run that has ended")
-        self._write(imported=sorted({*self._read().get("imported", []), *known}))
-        return came, {reason: count for reason, count in refused.items() if count}
+        self.write(imported=sorted({*self._read().get("imported", []), *keys}))
+        return imported, {reason: count for reason, count in refused.items() if count}
 
     def _copy(self, record: Record, name: Path) -> bool:
-        """A record into the study's folder, whole or not at all; False where it is there already."""
+        """Copy a whole record into the study's folder, or nothing; False if the run is there already."""
         to = self.path / name
         try:
             there = read_record(to)
         except UserError:
-            self._set_aside(to)
+            set_aside(self.path, to)
             there = None
         if there is not None and there.evaluated:
             return False
@@ -276,16 +264,24 @@ class StudyFolder:
                 if path.exists() or path.is_symlink():
                     copy_file(path, beside / file, LARGEST)
             if is_published(record.folder) and (arrays := record.predictions()) is not None:
-                write_predictions(beside, arrays)  # a part of them lies elsewhere
+                write_predictions(beside, arrays)  # a published record shares a part of them with others
             delete(to)
             beside.rename(to)
         return True
 
-    def _set_aside(self, folder: Path) -> None:
-        """Keep a damaged run apart, under a name of its own."""
-        aside = self.path / "damaged" / f"{folder.name}-{secrets.token_hex(4)}"
-        aside.parent.mkdir(exist_ok=True)
-        folder.rename(aside)
+
+def set_aside(root: Path, folder: Path) -> Path:
+    """Move a damaged run out of the way of a new one; returns where to."""
+    moved = root / "damaged" / f"{folder.name}-{secrets.token_hex(4)}"
+    moved.parent.mkdir(exist_ok=True)
+    folder.rename(moved)
+    return moved
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a path that is not a folder."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: no such folder")
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Two methods on the same test items: what the choice of items alone could have done.
+"""Two methods on the same test items: how much another choice of test items could change.
 
-Scores are one number per item, 1 for right and 0 for wrong or any real-valued score, in rows of one seed
-each. Seeds are given, and items are thought of as drawn: an interval here says how the result would move
-with another test set and the same trained models. What moves with the seed is `statistics.paired`'s.
+Scores are one number per item (1 for right and 0 for wrong, or any real number), in one row per seed. The
+seeds are fixed and the items are thought of as drawn: an interval here says how the result would vary with
+another test set and the same trained models. Variation between seeds is in `statistics.paired`.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from oelm.errors import UserError
-from oelm.study.statistics import ROUNDING, SEED, Array, check_confidence, constant, finite, widened
+from oelm.study.statistics import ROUNDING, SEED, Array, constant, finite, widened
 
-FEW_VALUES = 1_000  # different scores; with more, drawing items is quicker than drawing counts
+FEW_VALUES = 1_000  # distinct scores; with more, drawing items is faster than drawing counts
 EXACT_BELOW = 25  # items on which the two differ; from here on chi-square is close enough
 
 
 @dataclass(frozen=True)
 class ItemDifference:
-    """The mean difference over items; `low` and `high` are None where there is no interval."""
+    """The mean difference over items; `low` and `high` are None without an interval."""
 
     seeds: int
     items: int
@@ -28,16 +28,13 @@ class ItemDifference:
     high: float | None
 
 
-def item_bootstrap(
-    scores_a: Any, scores_b: Any, confidence: float = 0.95, resamples: int = 2000
-) -> ItemDifference:
-    """The interval of the mean of A - B by the percentile bootstrap over items, `widened` for few items.
+def item_bootstrap(scores_a: Any, scores_b: Any, resamples: int = 2000) -> ItemDifference:
+    """The mean of A - B with its percentile bootstrap interval over items, `widened` for few items.
 
     Arrays are (seeds, items), or (items,) for one seed. An item is drawn for both arms and all seeds at
-    once, for it is as hard in each of them. Arms that agree on every item give [0, 0]; one item, or the
+    once, because it is equally hard for all. Arms that agree on every item give [0, 0]; one item, or the
     same difference other than 0 on all, gives no interval.
     """
-    check_confidence(confidence)
     a, b = _pair(scores_a, scores_b)
     per_item = (a - b).mean(axis=0)
     seeds, items = a.shape
@@ -50,14 +47,14 @@ def item_bootstrap(
     rng = np.random.default_rng(SEED)
     values, first, counts = np.unique(per_item, return_index=True, return_counts=True)
     if len(values) < FEW_VALUES:  # right or wrong: only how often each value is drawn matters
-        order = np.argsort(first)  # as they appear: swapping the arms then turns the interval around
+        order = np.argsort(first)  # in order of appearance: swapping the arms then mirrors the interval
         means = rng.multinomial(items, counts[order] / items, size=resamples) @ values[order] / items
-    else:  # in parts of some megabytes: all at once would take gigabytes, one by one is slow
+    else:  # in parts of some megabytes: all at once would take gigabytes, one at a time is slow
         rows = max(1, 2**20 // items)
         sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
         parts = [per_item[rng.integers(items, size=(size, items))].mean(axis=1) for size in sizes]
         means = np.concatenate(parts)
-    level = widened(confidence, items)
+    level = widened(items)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return ItemDifference(seeds, items, mean, float(low), float(high))
 
@@ -116,7 +113,5 @@ def _pair(scores_a: Any, scores_b: Any) -> tuple[Array, Array]:
     a = np.atleast_2d(finite("scores of A", scores_a, (1, 2)))
     b = np.atleast_2d(finite("scores of B", scores_b, (1, 2)))
     if a.shape != b.shape:
-        raise UserError(
-            f"scores of A are {a.shape} seeds and items and of B {b.shape}; give the same of both"
-        )
+        raise UserError(f"scores of A are {a.shape} (seeds, items), of B {b.shape}; give the same of both")
     return a, b

@@ -1,11 +1,11 @@
-"""Which runs a study needs next, as a function of what is known so far: nothing to remember, nothing to lose.
+"""Which runs a study needs next, computed from the scores known so far: no state to keep or to lose.
 
-Phase one tries every rate of the grid with every method and looks at validation only. While a method is best
-at an edge of the grid, the grid grows there by one rate, for all methods. Phase two measures each method at
-its own best rate, with fresh seeds, on the test split.
+Phase one tries every learning rate of the grid with every method, on the validation split only. While a
+method's best learning rate is at an edge of the grid, the grid grows there by one, for all methods. Phase two
+measures each method at its own best learning rate, with fresh seeds, on the test split.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
@@ -13,7 +13,7 @@ from statistics import fmean
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One run of a task's matrix. `choosing` runs never see the test split."""
+    """One run of a task: a trial (`choosing`), which never sees the test split, or a measured run."""
 
     method: str
     lr: float
@@ -21,28 +21,28 @@ class Cell:
     choosing: bool
 
 
-# What is known of a cell: its validation score; None where its training diverged or stayed at chance level.
-# A cell that was never evaluated (not run yet, or ended by a fault of the machine) is not there.
+# Run -> validation score; None if it diverged or stayed at chance level. A run that was never evaluated (not
+# started yet, or ended by a fault of the machine) is not in it.
 Scores = dict[Cell, float | None]
 
 
 @dataclass
 class Matrix:
-    """The state of one task's part of a study."""
+    """The runs of one task of a study, and the learning rates chosen so far."""
 
     grid: list[float]
-    chosen: dict[str, float] = field(default_factory=dict)  # method -> rate, once the choice is made
-    needed: list[Cell] = field(default_factory=list)  # every cell of the phases that have begun
-    at_edge: list[str] = field(default_factory=list)  # methods best at an edge that may not grow any more
-    failed: list[str] = field(default_factory=list)  # methods that no rate works for
-    unevaluated: list[Cell] = field(default_factory=list)  # trials whose scores are not known
+    chosen: dict[str, float] = field(default_factory=dict)  # method -> learning rate, once chosen
+    needed: list[Cell] = field(default_factory=list)  # every run of the phases that have begun
+    at_edge: list[str] = field(default_factory=list)  # methods best at an edge that may not grow further
+    failed: list[str] = field(default_factory=list)  # methods with a failed trial at every learning rate
+    unevaluated: list[Cell] = field(default_factory=list)  # trials without a score
 
     @property
     def decided(self) -> bool:
         return bool(self.chosen or self.failed)
 
 
-def unfold(
+def plan_runs(
     methods: Sequence[str],
     lrs: Sequence[float],
     choice_seeds: Sequence[int],
@@ -52,16 +52,15 @@ def unfold(
     larger_is_better: bool,
     partial: bool = False,
 ) -> Matrix:
-    """The matrix as far as it can be known from these scores.
+    """The matrix as far as these scores determine it.
 
-    A study waits for every trial before it chooses. `partial` is for a report on what there is: methods whose
-    trials are all evaluated choose without the others, which choose nothing and ask for no wider grid.
+    A study waits for every trial before it chooses. With `partial`, for a report on an unfinished study,
+    methods whose trials are all evaluated choose without the others, which do not widen the grid.
     """
     matrix = Matrix(grid=sorted(lrs))
-    measured: Callable[[str, float], list[Cell]] = lambda m, lr: [Cell(m, lr, s, False) for s in seeds]  # noqa: E731
     if len(matrix.grid) == 1:  # nothing to choose
         matrix.chosen = dict.fromkeys(methods, matrix.grid[0])
-        matrix.needed = [cell for m in methods for cell in measured(m, matrix.grid[0])]
+        matrix.needed = [Cell(m, matrix.grid[0], seed, False) for m in methods for seed in seeds]
         return matrix
     room = {"low": widen, "high": widen}
     while True:
@@ -70,7 +69,7 @@ def unfold(
         if matrix.unevaluated and not partial:
             return matrix
         whole = [m for m in methods if all(cell.method != m for cell in matrix.unevaluated)]
-        best = {m: best_rate(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in whole}
+        best = {m: best_lr(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in whole}
         edges = {
             "low": [m for m in whole if best[m] == matrix.grid[0]],
             "high": [m for m in whole if best[m] == matrix.grid[-1]],
@@ -80,45 +79,40 @@ def unfold(
             break
         for side in growing:
             room[side] -= 1
-            matrix.grid = grown(matrix.grid, side)
+            matrix.grid = widen_grid(matrix.grid, side)
     matrix.at_edge = sorted({*edges["low"], *edges["high"]})
     matrix.failed = [m for m in whole if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
-    matrix.needed += [cell for m, lr in matrix.chosen.items() for cell in measured(m, lr)]
+    matrix.needed += [Cell(m, lr, seed, False) for m, lr in matrix.chosen.items() for seed in seeds]
     return matrix
 
 
-def best_rate(
+def best_lr(
     method: str, grid: Sequence[float], seeds: Sequence[int], scores: Scores, larger_is_better: bool
 ) -> float | None:
-    """The rate with the best mean validation score, the lower one of equals; one that diverged is out."""
-    means = rate_means(method, grid, seeds, scores)
+    """The learning rate with the best mean validation score, the lowest of equals; None if all failed."""
+    means = {lr: lr_mean(method, lr, seeds, scores) for lr in grid}
     usable = {lr: mean for lr, mean in means.items() if mean is not None}
-    if not usable:
-        return None
     sign = -1 if larger_is_better else 1
-    return min(usable, key=lambda lr: (sign * usable[lr], lr))
+    return min(usable, key=lambda lr: (sign * usable[lr], lr), default=None)
 
 
-def rate_means(
-    method: str, grid: Sequence[float], seeds: Sequence[int], scores: Scores
-) -> dict[float, float | None]:
-    """Rate -> mean validation score over the choice's seeds; None where a run diverged."""
-    means: dict[float, float | None] = {}
-    for lr in grid:
-        values = [scores[Cell(method, lr, seed, True)] for seed in seeds]
-        known = [value for value in values if value is not None]
-        means[lr] = fmean(known) if len(known) == len(values) else None
-    return means
+def lr_mean(method: str, lr: float, seeds: Sequence[int], scores: Scores) -> float | None:
+    """The mean validation score of the trials at a learning rate; None if one of them failed."""
+    values = [scores[Cell(method, lr, seed, True)] for seed in seeds]
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
 
 
-def grown(grid: Sequence[float], side: str) -> list[float]:
-    """The grid with one more rate at a side, in its own steps: 1e-4, 3e-4, 1e-3 goes on with 3e-3, 1e-2."""
-    rates = sorted(grid)
+def widen_grid(grid: Sequence[float], side: str) -> list[float]:
+    """The grid with one more learning rate at the "low" or "high" side, in the grid's own steps.
+
+    1e-4, 3e-4, 1e-3 continues with 3e-3, 1e-2.
+    """
+    lrs = sorted(grid)
     if side == "low":
-        rates = [1 / rate for rate in reversed(rates)]
-    step = rates[-2] / rates[-3] if len(rates) > 2 else rates[-1] / rates[-2]
-    added = 1 / (rates[-1] * step) if side == "low" else rates[-1] * step
-    round_to = lambda rate, digits: float(f"{rate:.{digits}g}")  # noqa: E731
-    digits = 1 if all(round_to(rate, 1) == rate for rate in grid) else 2  # as round as the rates given
-    return sorted({*grid, round_to(added, digits)})
+        lrs = [1 / lr for lr in reversed(lrs)]
+    step = lrs[-2] / lrs[-3] if len(lrs) > 2 else lrs[-1] / lrs[-2]
+    added = 1 / (lrs[-1] * step) if side == "low" else lrs[-1] * step
+    digits = 1 if all(float(f"{lr:.1g}") == lr for lr in grid) else 2  # as round as the given ones
+    return sorted({*grid, float(f"{added:.{digits}g}")})

@@ -1,4 +1,4 @@
-"""What a user sees of a study while it works: one table that stays in place, or a line per run."""
+"""The progress of a running study: a table that stays in place, or without a terminal a line per run."""
 
 import sys
 import time
@@ -6,25 +6,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from oelm.study.matrix import Cell, Matrix
-from oelm.study.scheduler import Progress
+from oelm.study.folder import Setting
+from oelm.study.matrix import Matrix
+from oelm.study.scheduler import StudyProgress
 from oelm.system.terminal import console, say
 from oelm.training.display import duration
 from oelm.training.status import run_status
 
 
-class Live:
-    """Shows a study's progress on standard error; `show` is what a Runner calls."""
+class ProgressView:
+    """Shows a study's progress on standard error; a Scheduler calls `show`."""
 
     def __init__(self) -> None:
         self.began, self.first_done = time.monotonic(), -1
         self._live: Any = None
 
-    def __enter__(self) -> "Live":
+    def __enter__(self) -> "ProgressView":
         if sys.stderr.isatty():
-            from rich.live import Live as RichLive
+            from rich.live import Live
 
-            self._live = RichLive(console=console(stderr=True), refresh_per_second=4, transient=True)
+            self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -32,11 +33,11 @@ class Live:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: StudyProgress) -> None:
         if self.first_done < 0:
             self.first_done = progress.done
             if self.first_done:
-                self._say(f"{self.first_done} runs are there already")
+                self._say(f"{self.first_done} runs are done already")
         for line in progress.news:
             self._say(line if self._live is not None else f"{line}; {self._summary(progress)}")
         progress.news.clear()
@@ -49,8 +50,8 @@ class Live:
         else:
             say(text, err=True)
 
-    def _summary(self, progress: Progress) -> str:
-        # A run may have written its results before its process has said so: it is done, not running.
+    def _summary(self, progress: StudyProgress) -> str:
+        # A run may have written its results before its end is reported: it is done, not running.
         running = [run for run in progress.running if run.cell not in run.setting.scores]
         expected = progress.done + len(running) + len(progress.waiting) + expected_later(progress)
         text = f"{progress.done} of {expected} runs"
@@ -61,13 +62,13 @@ class Live:
             text += f", about {duration(left)} left"
         return text
 
-    def _picture(self, progress: Progress) -> Any:
+    def _picture(self, progress: StudyProgress) -> Any:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False)
-        for name in ("task", "method", "choosing", "rate", "measured", "test mean"):
+        for name in ("task", "method", "trials", "lr", "measured", "test mean"):
             table.add_column(name, justify="left" if name in ("task", "method") else "right", no_wrap=True)
         for setting, matrix in zip(progress.settings, progress.matrices, strict=True):
             for method in setting.study.methods:
@@ -82,37 +83,34 @@ class Live:
         return Group(table, Text(), running, *failed, Text(self._summary(progress), style="bold"))
 
 
-def expected_later(progress: Progress) -> int:
-    """Measured runs that a choice still to be made will ask for."""
-    undecided = [
-        setting
+def expected_later(progress: StudyProgress) -> int:
+    """The number of measured runs that follow once learning rates are chosen."""
+    return sum(
+        len(setting.study.methods) * len(setting.study.seeds)
         for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
         if not matrix.decided
-    ]
-    return sum(len(setting.study.methods) * len(setting.study.seeds) for setting in undecided)
+    )
 
 
-def _cells(setting: Any, matrix: Matrix, method: str) -> list[str]:
-    of_method: list[Cell] = [cell for cell in matrix.needed if cell.method == method]
-    choosing = [cell for cell in of_method if cell.choosing]
-    measured = [cell for cell in of_method if not cell.choosing]
-    done = lambda cells: sum(cell in setting.scores for cell in cells)  # noqa: E731
-    rate = matrix.chosen.get(method)
+def _cells(setting: Setting, matrix: Matrix, method: str) -> list[str]:
+    cells = [cell for cell in matrix.needed if cell.method == method]
+    trials = [cell in setting.scores for cell in cells if cell.choosing]
+    measured = [cell for cell in cells if not cell.choosing]
+    lr = matrix.chosen.get(method)
     tests = [setting.tests[cell] for cell in measured if cell in setting.tests]
     return [
-        f"{done(choosing)}/{len(choosing)}" if choosing else "",
-        f"{rate:g}" if rate is not None else "",
-        f"{done(measured)}/{len(setting.study.seeds)}",
+        f"{sum(trials)}/{len(trials)}" if trials else "",
+        f"{lr:g}" if lr is not None else "",
+        f"{sum(cell in setting.scores for cell in measured)}/{len(setting.study.seeds)}",
         f"{fmean(tests):.4f}" if tests else "",
     ]
 
 
-def kept_models(progress: Progress, root: Path) -> list[tuple[str, Path]]:
-    """The trained models that were kept: what they are, and where."""
-    found = []
-    for setting, matrix in zip(progress.settings, progress.matrices, strict=True):
-        for cell in matrix.needed:
-            folder = setting.folder(root, cell) / "model"
-            if folder.is_dir():
-                found.append((f"{cell.method} on {setting.task}", folder))
-    return found
+def kept_models(progress: StudyProgress, root: Path) -> list[tuple[str, Path]]:
+    """The trained models that were kept: a description and the folder."""
+    models = [
+        (f"{cell.method} on {setting.task}", setting.folder(root, cell) / "model")
+        for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
+        for cell in matrix.needed
+    ]
+    return [(name, folder) for name, folder in models if folder.is_dir()]

@@ -2,22 +2,22 @@
 
 A published folder is read like any other (`oelm report DIR`) and gives the same numbers. Evaluations,
 results, environments and times stay as they are. Paths of data and models are cut to their names, training
-curves are thinned, the audit is reduced to its counts, and of the predictions stays what the report needs;
-labels, ids and groups of the test items lie once in the folder and not in every run.
+curves are thinned, the audit is reduced to counts, and of the predictions only what a report needs stays;
+labels, ids and groups of the test items are stored once per folder instead of in every run.
 """
 
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oelm.config import to_toml
 from oelm.errors import UserError
-from oelm.study.folder import StudyFolder
+from oelm.study.folder import StudyFolder, check_folder
 from oelm.study.records import Record, find_records, read_record
 from oelm.system.files import read_json, sync_folder, write_json, write_text
 from oelm.training.predictions import publish_predictions
@@ -28,20 +28,17 @@ CURVE_KEYS = ("kind", "step", "loss", "lr", "grad_norm")
 
 @dataclass(frozen=True)
 class Published:
-    """What was written: how many runs, and how large the folder is."""
+    """What was written."""
 
     folder: Path
     runs: int
     bytes: int
-    left_out: list[str]  # records that cannot be read, and why
+    left_out: list[str]  # the problems of records that cannot be read
 
 
 def publish(source: Path, folder: Path) -> Published:
-    """Write the records below `source` to a new folder, whole or not at all."""
-    if not source.is_dir():
-        raise UserError(
-            f"{source} is a file, not a folder" if source.exists() else f"{source}: no such folder"
-        )
+    """Write the records below `source` to a new folder, all of them or none."""
+    check_folder(source)
     if folder.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{folder} lies in {source}, whose report would count its runs twice; name another")
     if folder.exists():
@@ -70,7 +67,6 @@ def publish(source: Path, folder: Path) -> Published:
 def _write(source: Path, study: StudyFolder | None, records: list[Record], to: Path) -> None:
     settings: dict[str, str] = {}  # a record's setting -> the same with paths cut
     keys = set()
-    differs_in = () if study is None else study.read().differs_in
     for record in records:
         folder = to / record.folder.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,13 +75,14 @@ def _write(source: Path, study: StudyFolder | None, records: list[Record], to: P
             publish_predictions(folder, arrays, to, record.task)
         cut = read_record(folder)
         assert cut is not None
-        cut = cut.seen_by(differs_in if study is not None else cut.config.arm.differs_in)
+        if study is not None:
+            cut = cut.seen_by(study.read().differs_in)
         settings[record.identity.setting] = cut.identity.setting
         keys.add((cut.identity.key, cut.method))
     if len(keys) < len({(record.identity.key, record.method) for record in records}):
         raise UserError(
-            f"{source} holds runs that only the folder of their model tells apart, and a published record "
-            "names no folders; give the models different names, or publish the runs separately"
+            f"{source} holds runs that differ only in the folder of their model, and published records name "
+            "no folders; give the models different names, or publish the runs separately"
         )
     if study is not None:
         values = _cut(study.read().to_dict())
@@ -111,27 +108,30 @@ def _write_run(record: Record, source: Path, to: Path) -> None:
     if (path := record.folder / "timing_stats.json").exists():
         write_json(to / path.name, read_json(path))
     if (path := record.folder / "freeze_audit.json").exists():
-        write_json(to / path.name, _brief_audit(read_json(path)))
-    if (path := record.folder / "metrics.jsonl").exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        write_text(to / path.name, "".join(f"{json.dumps(line)}\n" for line in _thinned(lines)))
+        audit = {"passed": True, **read_json(path)}  # a run writes its audit only if it passed
+        if audit.pop("fingerprint", None) is not None:
+            audit["tensors"] = dict(record.parameter_roots)
+        write_json(to / path.name, audit)
+    if (record.folder / "metrics.jsonl").exists():
+        lines = _thinned(record.metric_lines())
+        write_text(to / "metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def _cut(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the names of files and folders in place of their paths."""
-    found = {key: dict(table) if isinstance(table, dict) else table for key, table in values.items()}
-    task, model = found.get("task", {}), found.get("model", {})
+    values = deepcopy(values)
+    task, model = values.get("task", {}), values.get("model", {})
     task.pop("data_dir", None)
     for name in {"data", "test_file"} & task.keys():
         task[name] = Path(task[name]).name
     for table, name in ((task, "tokenizer"), (model, "name")):
         if name in table:
             table[name] = cut_path(table[name])
-    return found
+    return values
 
 
 def cut_path(name: str) -> str:
-    """The last part of a folder's path; a name, or a hub's `owner/model`, as it is."""
+    """The last part of a folder's path; a name, such as a hub's `owner/model`, stays as it is."""
     path = Path(name).expanduser()
     local = path.is_absolute() or name.startswith(".") or path.exists()
     return Path(os.path.abspath(path)).name if local else name
@@ -149,36 +149,17 @@ def _without(value: Any, paths: Iterable[str]) -> Any:
     return value
 
 
-def _brief_audit(audit: dict[str, Any]) -> dict[str, Any]:
-    """Counts in place of names and digests. A run writes its audit only when nothing frozen has moved."""
-    found = {"passed": True, **audit}
-    if "fingerprint" in audit:
-        seen = found.pop("fingerprint")
-        names = [*seen["frozen"], *seen["trainable"]]
-        found["tensors"] = dict(Counter(name.partition(".")[0] for name in names))
-    return found
-
-
-def _thinned(lines: list[str]) -> list[dict[str, Any]]:
-    """All evaluations, and at most CURVE of the training lines with what a curve is drawn from."""
-    entries = []
-    for line in lines:
-        try:
-            entries.append(json.loads(line))
-        except ValueError:  # a line that a crash cut short
-            continue
-    entries = [entry for entry in entries if isinstance(entry, dict)]
+def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All evaluations, and at most CURVE of the training lines with the keys that a curve needs."""
     training = [place for place, entry in enumerate(entries) if entry.get("kind") == "train"]
     step = -(-len(training) // CURVE) or 1
     kept = {*training[::-1][::step]}
-    found = []
+    lines = []
     for place, entry in enumerate(entries):
         if entry.get("kind") != "train":
-            found.append(entry)
+            lines.append(entry)
         elif place in kept:
-            found.append({key: _rounded(entry[key]) for key in CURVE_KEYS if key in entry})
-    return found
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+            values = {key: entry[key] for key in CURVE_KEYS if key in entry}
+            rounded = {key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in values.items()}
+            lines.append(rounded)
+    return lines

@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from oelm.config import RunConfig
 from oelm.data.tasks.metrics import LOWER_IS_BETTER
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
+from oelm.study.matrix import Cell
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.system.files import read_file, read_json, read_object
 from oelm.training.folder import read_config
@@ -31,7 +33,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class Identity:
-    """What two runs share (`setting`), and what one run is (`key`)."""
+    """Digests of what runs of one setting share (`setting`) and of one run (`key`)."""
 
     setting: str
     key: str
@@ -40,9 +42,9 @@ class Identity:
 def identify(config: RunConfig, data: str, precision: str, numerics: int | None) -> Identity:
     """A run's identity: its resolved configuration, the data's fingerprint and the numerics version.
 
-    Where the data lay and under which name it was asked for does not matter: the fingerprint is of the
-    texts, splits and tokens themselves. `own` is what runs of one setting may differ in: method, rate, seed,
-    the path by which a seed was computed, and the keys in which the arms of a study differ.
+    The path and name of the data do not matter: the fingerprint is of its texts, splits and tokens. `own` is
+    what runs of one setting may differ in: method, learning rate, seed, fast or plain path, and the keys in
+    which the arms of a study differ.
     """
     values = config.identity()
     training = values["training"] | {"precision": precision}
@@ -89,7 +91,7 @@ class Record:
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        """What two runs must share to be a pair. Records before version 3 do not say all of it."""
+        """What two runs must share to be a pair; records before version 3 lack some of it."""
         known = {
             "numerics": self.environment.get("numerics"),
             "path": "fast" if self.config.training.fast else "plain",
@@ -100,13 +102,13 @@ class Record:
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run left the fast path on its way and was completed: then it is no pair to any other.
-        One that diverged by both paths has a result, whichever it was on."""
+        """Whether the run changed from the fast to the plain path and was completed: it pairs with no other.
+        (A run that diverged on both paths has a result.)"""
         return self.completed and self.arithmetic.get("plain_from") is not None
 
     def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
-        """The record with the setting it has in a study whose arms differ in these keys: others may have
-        been added since the run was made."""
+        """The record with its identity in a study whose arms differ in these keys, some of which may have
+        been added after the run."""
         if differs_in == self.config.arm.differs_in:
             return self
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
@@ -121,6 +123,11 @@ class Record:
         return self.config.training.seed
 
     @property
+    def cell(self) -> Cell:
+        """The run's place in the matrix of its study."""
+        return Cell(self.method, self.lr, self.seed, self.choosing)
+
+    @property
     def metric(self) -> str:
         return str(self.results["metric"])
 
@@ -130,7 +137,7 @@ class Record:
 
     @property
     def choosing(self) -> bool:
-        """Made for the choice of a rate: the test split was left alone."""
+        """Whether it is a trial, which does not use the test split."""
         return not self.config.training.test
 
     @property
@@ -139,7 +146,7 @@ class Record:
 
     @property
     def failure_kind(self) -> str | None:
-        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None: it has not failed."""
+        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail."""
         if self.results.get("status") != "failed":
             return None
         failure = self.results.get("failure")
@@ -147,12 +154,12 @@ class Record:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the run says something about its method: it was completed, or its training went wrong."""
+        """Whether the run is a result of its method: completed, diverged or at chance level."""
         return self.completed or self.failure_kind in OUTCOMES
 
     @property
     def validation(self) -> float | None:
-        """The best evaluation on validation; None for a run that failed, or chose on another split."""
+        """The best score on validation; None for a run that failed, or chose on another split."""
         best = self.results.get("best") or {}
         return self._score(best if best.get("split") == "validation" else None)
 
@@ -161,61 +168,65 @@ class Record:
         return self._score(self.results.get("test"))
 
     def _score(self, measured: dict[str, Any] | None) -> float | None:
-        """A perplexity may be infinite: such a run has ended, but gives no number to compare."""
+        """The metric of an evaluation; None if it is not finite, as a perplexity may be."""
         if not self.completed or not measured or not math.isfinite(measured["metrics"][self.metric]):
             return None
         return float(measured["metrics"][self.metric])
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
-        """The evaluations along the way: step, epoch, split, metrics."""
+        """The evaluations during training: step, epoch, split, metrics."""
+        return [entry for entry in self.metric_lines(containing='"eval"') if self._is_evaluation(entry)]
+
+    def metric_lines(self, containing: str = "") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl (with this text); lines that a crash cut short are left out."""
         try:
             text = read_file(self.folder / "metrics.jsonl", most=1 << 34).decode("utf-8", "replace")
         except (FileNotFoundError, UserError):
             return []
-        found = []
+        entries = []
         for line in text.splitlines():
-            if '"eval"' in line:
-                with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut short
-                    found.append(json.loads(line))
-        return [entry for entry in found if self._is_evaluation(entry)]
+            if containing in line:
+                with contextlib.suppress(ValueError, RecursionError):
+                    entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict)]
 
-    def _is_evaluation(self, entry: Any) -> bool:
-        if not isinstance(entry, dict) or entry.get("kind") != "eval" or not is_number(entry.get("step")):
-            return False
+    def _is_evaluation(self, entry: dict[str, Any]) -> bool:
         metrics = entry.get("metrics")
         return (
-            isinstance(metrics, dict)
+            entry.get("kind") == "eval"
+            and isinstance(metrics, dict)
             and is_measure(metrics.get(self.metric))
-            and is_number(entry.get("epoch", 0))
+            and all(is_number(entry.get(name, 0)) for name in ("step", "epoch"))
+            and "step" in entry
             and isinstance(entry.get("split", ""), str)
         )
 
     @cached_property
     def step_time(self) -> float | None:
-        """Median seconds of a step, where timing_stats.json says."""
+        """Median seconds of a step, if timing_stats.json has it."""
         with contextlib.suppress(UserError):
-            found = read_object(self.folder / "timing_stats.json").get("median_s")
-            return float(found) if found is not None and is_number(found) else None
+            seconds: Any = read_object(self.folder / "timing_stats.json").get("median_s")
+            return float(seconds) if is_number(seconds) else None
         return None
 
     @cached_property
     def parameter_roots(self) -> Counter[str]:
-        """How many parameters lie below each first name ("bert", "classifier"), by freeze_audit.json."""
+        """First part of a parameter's name ("bert") -> number of tensors, by freeze_audit.json."""
         with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
             audit = read_object(self.folder / "freeze_audit.json")
             if "tensors" in audit:  # a published record
                 return Counter({str(name): int(count) for name, count in audit["tensors"].items()})
-            seen = audit["fingerprint"]
-            return Counter(str(name).partition(".")[0] for name in (*seen["frozen"], *seen["trainable"]))
+            tensors = (*audit["fingerprint"]["frozen"], *audit["fingerprint"]["trainable"])
+            return Counter(str(name).partition(".")[0] for name in tensors)
         return Counter()
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What was recorded of every test item, where it is there and whole."""
+        """What was recorded of every test item; None if that is missing or damaged."""
         arrays = read_predictions(self.folder)
-        return arrays if arrays is not None and self._fit(arrays) else None
+        return arrays if arrays is not None and self._is_usable(arrays) else None
 
-    def _fit(self, arrays: dict[str, np.ndarray]) -> bool:
+    def _is_usable(self, arrays: dict[str, np.ndarray]) -> bool:
         used = [name for name in ("ids", "groups", "labels", "predictions", self.metric) if name in arrays]
         if "ids" not in used or ("predictions" in used) != ("labels" in used):
             return False
@@ -227,7 +238,7 @@ class Record:
 
 
 def read_record(folder: Path, follow: bool = True) -> Record | None:
-    """The record in a folder; None where the run has not ended yet. UserError where it cannot be used.
+    """The record in a folder; None if the run has not ended. UserError if the record cannot be used.
 
     `follow=False`, for records that someone else made: regular files only, no links.
     """
@@ -253,10 +264,10 @@ def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[s
 
 
 def find_records(root: Path, damaged: list[str] | None = None, follow: bool = True) -> Iterator[Record]:
-    """Every run below a folder that has ended, sorted by folder; what is not one is passed over.
+    """The records of all runs below a folder that have ended, sorted by folder.
 
-    A run whose record cannot be read is passed over too, and said in `damaged` where that is given. Links
-    to folders are not followed, and with `follow=False` no others either.
+    A record that cannot be read is skipped and its problem added to `damaged`; without that list it raises.
+    Links to folders are never followed, with `follow=False` no links to files either.
     """
     for path in sorted(Path(at, "results.json") for at, _, names in os.walk(root) if "results.json" in names):
         folder = path.parent
@@ -272,3 +283,16 @@ def find_records(root: Path, damaged: list[str] | None = None, follow: bool = Tr
             continue
         if record is not None:
             yield record
+
+
+def mean_result(records: Iterable[Record], name: str) -> float | None:
+    """The mean of a number of results.json; None if no record has it."""
+    values = [value for record in records if (value := record.results.get(name)) is not None]
+    return fmean(values) if values else None
+
+
+def mean_metric(records: Iterable[Record], part: str, name: str) -> float | None:
+    """The mean of a metric of the "test" or "best" evaluation; None if no record has it."""
+    metrics = [(record.results.get(part) or {}).get("metrics") or {} for record in records]
+    values = [value for entry in metrics if (value := entry.get(name)) is not None]
+    return fmean(values) if values else None

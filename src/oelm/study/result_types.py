@@ -1,4 +1,4 @@
-"""What a comparison consists of: arms, settings, paired differences, and what forbids a conclusion."""
+"""The result types of an analysis: arms, settings, paired comparisons, and what forbids a conclusion."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,33 +18,33 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that gave no number, and why."""
+    """A run without a score, and why."""
 
     method: str
     lr: float
     seed: int
     status: str
     reason: str
-    kind: str | None  # of failure, see `oelm.errors`; None where it has not failed but was interrupted
+    kind: str | None  # of failure, see `oelm.errors`; None if it was interrupted
 
     @property
     def of_method(self) -> bool:
-        """Whether the method is the reason, or may be: an old record does not say. A fault is nobody's."""
+        """Whether the method is the cause, or may be (old records do not say), and not a fault."""
         return self.kind in OUTCOMES or self.kind == "unknown"
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One method in one setting: the runs it was measured by, and the trials its rate was chosen from."""
+class ArmResult:
+    """One arm in one setting: its measured runs, and the trials its learning rate was chosen from."""
 
     method: str
-    lr: float | None  # at which it was measured; None where several were, or nothing
-    chosen: bool  # on validation, from a grid all methods share
-    records: tuple[Record, ...]  # measured, in the order of the seeds
+    lr: float | None  # of the measured runs; None if there are none, or several learning rates
+    chosen: bool  # whether `lr` was chosen on validation, from a grid all methods share
+    records: tuple[Record, ...]  # of the measured runs, in the order of the seeds
     trials: tuple[Record, ...]
     failures: tuple[Failure, ...]
-    rates: dict[float, float | None]  # mean validation score of every rate tried; None: no score of a run
-    unevaluated: tuple[Cell, ...] = ()  # trials of the grid without a result: missing, or a fault
+    lr_scores: dict[float, float | None]  # learning rate -> mean validation score; None: a trial failed
+    unevaluated: tuple[Cell, ...] = ()  # trials of the grid without a result: missing, or ended by a fault
 
     @property
     def seeds(self) -> list[int]:
@@ -60,45 +60,36 @@ class Arm:
         """Seeds whose run cannot be told from the most frequent class on validation."""
         return [record.seed for record in self.records if record.results.get("at_chance")]
 
-    def mean(self, name: str) -> float | None:
-        """The mean of a number of results.json over the measured runs."""
-        found = [record.results[name] for record in self.records if name in record.results]
-        return fmean(found) if found else None
-
-    def test_metric(self, name: str) -> float | None:
-        found = [record.results["test"]["metrics"].get(name) for record in self.records]
-        known = [value for value in found if value is not None]
-        return fmean(known) if known else None
+    @property
+    def interval(self) -> statistics.Interval | None:
+        """The mean test metric with its interval."""
+        return statistics.interval(self.values) if self.values else None
 
     def step_time(self) -> float | None:
         """Median seconds of a step, over the measured runs."""
-        found = [value for record in self.records if (value := record.step_time) is not None]
-        return median(found) if found else None
+        times = [value for record in self.records if (value := record.step_time) is not None]
+        return median(times) if times else None
 
     def area(self) -> float | None:
         """The mean area under the measured runs' learning curves, on the metric's scale."""
-        areas = []
-        for record in self.records:
-            points = [(p["step"], p["metrics"][record.metric]) for p in record.curve]
-            if len(points) > 1:
-                areas.append(statistics.area_under_curve(*zip(*points, strict=True)))
+        curves = [[(p["step"], p["metrics"][r.metric]) for p in r.curve] for r in self.records]
+        areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in curves if len(curve) > 1]
         return fmean(areas) if areas else None
 
     def robustness(self, larger_is_better: bool, tolerance: float) -> statistics.Robustness | None:
-        if len([score for score in self.rates.values() if score is not None]) < 2:
+        lrs, scores = list(self.lr_scores), list(self.lr_scores.values())
+        if len([score for score in scores if score is not None]) < 2:
             return None
-        return statistics.rate_robustness(
-            list(self.rates), list(self.rates.values()), larger_is_better, tolerance
-        )
+        return statistics.lr_robustness(lrs, scores, larger_is_better, tolerance)
 
     def expected_best(self, larger_is_better: bool) -> list[float]:
         scores = [value for record in self.trials if (value := record.validation) is not None]
-        return statistics.expected_best(scores, None, larger_is_better).tolist() if scores else []
+        return statistics.expected_best(scores, larger_is_better).tolist() if scores else []
 
 
 @dataclass(frozen=True)
 class Group:
-    """One setting: a task, a model, a recipe; and what every method reached in it."""
+    """One setting (a task, a model, a recipe) and its arms."""
 
     setting: str
     task: str
@@ -106,9 +97,9 @@ class Group:
     metric: str
     precision: str
     kind: str  # "share" (accuracy, F1: points) or "perplexity" (per cent)
-    reference: str
-    arms: dict[str, Arm]
-    matrix: Matrix | None  # of a study; None for runs that belong to none
+    reference_arm: str  # the name of the arm that the others are compared with
+    arms: dict[str, ArmResult]
+    matrix: Matrix | None  # of a study; None for runs outside of a study
 
     @property
     def larger_is_better(self) -> bool:
@@ -116,10 +107,10 @@ class Group:
 
     @property
     def tolerance(self) -> float:
-        """One point on the metric's own scale (for perplexity: one per cent of the best)."""
+        """One point on the metric's own scale (for a perplexity, one per cent of the best)."""
         if self.kind == "share":
             return 0.01
-        scores = [s for arm in self.arms.values() for s in arm.rates.values() if s is not None]
+        scores = [s for arm in self.arms.values() for s in arm.lr_scores.values() if s is not None]
         return 0.01 * min(scores, default=1.0)
 
     @property
@@ -127,33 +118,33 @@ class Group:
         return [record for arm in self.arms.values() for record in (*arm.trials, *arm.records)]
 
     @property
-    def references(self) -> dict[str, dict[str, Any]]:
-        """Trivial references on the test split: name -> metrics."""
-        for arm in self.arms.values():
-            for record in arm.records:
-                found = record.results.get("references") or {}
-                return {name: splits["test"] for name, splits in found.items() if "test" in splits}
-        return {}
+    def trivial_baselines(self) -> dict[str, dict[str, Any]]:
+        """Trivial baselines on the test split that have the setting's metric: name -> metrics."""
+        measured = (record for arm in self.arms.values() for record in arm.records)
+        baselines = next((record.results.get("references") or {} for record in measured), {})
+        tested = {name: splits["test"] for name, splits in baselines.items() if "test" in splits}
+        return {name: metrics for name, metrics in tested.items() if self.metric in metrics}
 
-    def behind(self, arm: Arm) -> list[str]:
-        """The trivial references that are better than the arm's mean."""
+    def behind(self, arm: ArmResult) -> list[str]:
+        """The trivial baselines that are better than the arm's mean."""
         if not arm.values:
             return []
         mean, sign = fmean(arm.values), 1 if self.larger_is_better else -1
-        return [
-            name
-            for name, metrics in self.references.items()
-            if sign * metrics.get(self.metric, -sign * math.inf) > sign * mean
-        ]
+        scores = {name: metrics[self.metric] for name, metrics in self.trivial_baselines.items()}
+        return [name for name, score in scores.items() if sign * score > sign * mean]
+
+    @property
+    def tried_lrs(self) -> list[float]:
+        return sorted({lr for arm in self.arms.values() for lr in arm.lr_scores})
 
     def points(self, value: float) -> float:
-        """A value on the scale of differences: points, or 100 times the logarithm of a perplexity."""
+        """A score on the scale of differences: points, or -100 times the logarithm of a perplexity."""
         return 100 * value if self.kind == "share" else -100 * math.log(value)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against the reference of its setting; `differences` are by seed, positive is better."""
+    """An arm against the reference arm of its setting; `differences` are by seed, positive is better."""
 
     group: Group
     method: str
@@ -163,20 +154,20 @@ class Comparison:
     equivalence: statistics.Equivalence | None
     items: ItemDifference | None  # on the scale of differences
     mcnemar: McNemarSeeds | None
-    problems: tuple[str, ...]  # why nothing may be concluded: codes, see PROBLEMS
+    problems: tuple[str, ...]  # codes of PROBLEMS: why no conclusion may be drawn
     p_holm: float | None = None  # within the family of all comparisons of the study
 
     @property
-    def arm(self) -> Arm:
+    def arm(self) -> ArmResult:
         return self.group.arms[self.method]
 
     @property
-    def reference(self) -> Arm:
-        return self.group.arms[self.group.reference]
+    def reference_arm(self) -> ArmResult:
+        return self.group.arms[self.group.reference_arm]
 
     @property
     def verdict(self) -> str:
-        """better, worse, equivalent, open (the data decide nothing), or void (see `problems`)."""
+        """better, worse, equivalent, open (not decided by the data), or void (see `problems`)."""
         if self.problems or self.paired is None:
             return "void"
         if self.p_holm is not None and self.p_holm < LEVEL:
@@ -187,29 +178,26 @@ class Comparison:
 
     @property
     def negligible(self) -> bool:
-        """Different, and yet within the margin that was said not to matter."""
-        return bool(
-            self.verdict in ("better", "worse")
-            and self.equivalence is not None
-            and self.equivalence.equivalent
-        )
+        """Different, but by less than the margin that was stated not to matter."""
+        within = self.equivalence is not None and self.equivalence.equivalent
+        return within and self.verdict in ("better", "worse")
 
     @property
     def disagreement(self) -> str | None:
-        """Why the 95 % interval says something else about 0 than the verdict, where it does.
+        """Why the 95 % interval and the verdict disagree about 0; None if they agree.
 
-        "test": from 20 pairs on the interval comes from another procedure than p. "family": p is corrected
-        for the other comparisons, the interval is not. Either way p decides.
+        "test": from 20 pairs on, interval and p come from different procedures. "family": p is corrected
+        for the other comparisons, the interval is not. In both cases p decides.
         """
         paired = self.paired
         if self.verdict == "void" or paired is None or paired.p is None:
             return None
         if paired.low is None or paired.high is None or paired.low == paired.high:
             return None
-        apart = paired.low > 0 or paired.high < 0
-        if apart == (self.verdict in ("better", "worse")):
+        excludes_0 = paired.low > 0 or paired.high < 0
+        if excludes_0 == (self.verdict in ("better", "worse")):
             return None
-        return "family" if apart and paired.p < LEVEL else "test"
+        return "family" if excludes_0 and paired.p < LEVEL else "test"
 
 
 PROBLEMS = {
@@ -228,7 +216,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Across:
-    """A method against the reference over several tasks, in points."""
+    """An arm against the reference arm over several tasks, in points."""
 
     method: str
     tasks: int
@@ -238,7 +226,7 @@ class Across:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything a report says, as numbers."""
+    """All numbers of a report."""
 
     title: str
     study: Study | None
@@ -246,11 +234,11 @@ class Analysis:
     comparisons: list[Comparison]
     across: list[Across]
     left_out: int = 0  # records in the folder that do not belong to the study
-    copies: int = 0  # of runs that were found before
-    unused: int = 0  # measured runs that the matrix, as it is now, does not use
+    copies: int = 0  # of runs that are in the folder twice
+    unused: int = 0  # measured runs that the study, as it is now, does not ask for
     damaged: list[str] = field(default_factory=list)  # records that cannot be read
-    changes: list[dict[str, Any]] = field(default_factory=list)  # made after test results were there
-    mixtures: dict[str, list[str]] = field(default_factory=dict)  # what differs between the runs
+    changes: list[dict[str, Any]] = field(default_factory=list)  # made after runs had been tested
+    mixtures: dict[str, list[str]] = field(default_factory=dict)  # package, ... -> the values
 
     @property
     def records(self) -> list[Record]:

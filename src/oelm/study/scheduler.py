@@ -1,22 +1,15 @@
-"""Make the runs of a study: side by side, in processes that train one run after another."""
+"""Decide which run of a study comes next, give it to the launcher, and read what it left in its folder."""
 
-import contextlib
-import json
-import os
-import queue
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from oelm.errors import OUTCOMES, Interrupted, RunError, UserError
-from oelm.study.folder import Setting
+from oelm.study.folder import Setting, set_aside
+from oelm.study.launchers import Launcher, RunJob
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
 from oelm.training.failure import failure_kind
@@ -26,72 +19,23 @@ STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told
 # Seconds before each further attempt at a run that a fault ended; after the last one the study stops.
 PAUSES = (1.0, 5.0, 30.0)
 DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # someone may be making room
-# What to do about a fault that does not pass. Every kind of `oelm.errors.FAULTS` that a run can have.
+# What to do about a fault that does not pass: every kind of `oelm.errors.FAULTS` that a run can have.
 MEMORY = "free some memory, or make a new study with a larger training.accumulate (a batch in more parts)"
 ADVICE = {
     "memory": MEMORY,
     "gpu_memory": MEMORY,
-    "disk": "make room or mend the disk",
-    "process": "find out what ended it (where memory is short, the system does: then fewer --jobs)",
+    "disk": "make room or repair the disk",
+    "process": "find out what ended it (if memory is short, the system does: then use fewer --jobs)",
     "device": "check the GPU and its driver",
     "software": "this may be a bug: the log has the details",
-    "input": "mend that",
+    "input": "correct that",
 }
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Room for one run: the environment its process starts in."""
+class DueRun:
+    """A run that the study needs and has no result of."""
 
-    environment: dict[str, str]
-    processes: int = 1
-
-
-class Worker:
-    """One process that trains, and what it is busy with."""
-
-    def __init__(self, slot: Slot, number: int, logs: Path, answers: "queue.Queue[Any]") -> None:
-        self.slot, self.log = slot, logs / f"worker-{number}.log"
-        self.job: Run | None = None
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "oelm.study.worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=os.environ | slot.environment,
-                start_new_session=True,  # Ctrl-C is for the study, which tells its workers itself
-            )  # fmt: skip
-        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
-
-    def _listen(self, answers: "queue.Queue[Any]") -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            answers.put((self, json.loads(line)))
-        answers.put((self, None))
-
-    def give(self, run: "Run") -> None:
-        assert self.process.stdin is not None
-        self.job = run
-        job = {
-            "config": run.setting.run_config(run.cell).to_dict(),
-            "store": str(run.setting.store.folder),
-            "out": str(run.folder),
-            "processes": self.slot.processes,
-        }
-        try:
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died: its listener says so
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died before it had read its job
-            self.process.kill() if self.job else self.process.stdin.close()
-        self.process.wait()
-
-
-@dataclass(frozen=True)
-class Run:
     setting: Setting
     cell: Cell
     folder: Path
@@ -103,119 +47,105 @@ class Run:
 
 
 @dataclass
-class Progress:
+class StudyProgress:
     """Where a study stands, for whoever shows it."""
 
     settings: list[Setting]
     matrices: list[Matrix] = field(default_factory=list)
-    running: list[Run] = field(default_factory=list)
-    waiting: list[Run] = field(default_factory=list)
+    running: list[DueRun] = field(default_factory=list)
+    waiting: list[DueRun] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # run -> reason, where training itself went wrong
     done: int = 0
     news: list[str] = field(default_factory=list)  # lines to print once
 
 
-class Runner:
-    """The loop of a study: ask the matrix what is needed, give it to whoever is free, listen.
+class Scheduler:
+    """The loop of a study: find the runs that are due, start them, read the results of those that ended.
 
-    A run that fails by its mathematics has a result. One that a fault ended has none: it is made again after
-    a pause, and where that does not help the study stops, so that no fault decides a comparison.
+    A run that diverged or stayed at chance level has a result. One that a fault of the machine ended has
+    none: it is started again after a pause, and if that does not help the study stops, so that no fault
+    decides a comparison.
     """
 
-    def __init__(self, settings: list[Setting], root: Path, slots: list[Slot], keep_models: str) -> None:
-        self.root, self.slots, self.keep_models = root, list(slots), keep_models
-        self.progress = Progress(settings)
-        self.answers: queue.Queue[Any] = queue.Queue()
-        self.workers: list[Worker] = []
-        self.started = 0
-        self.faults: Counter[Path] = Counter()  # that ended a run, by its folder
-        self.not_before = 0.0  # the moment from which runs are started again after a fault
+    def __init__(self, settings: list[Setting], root: Path, launcher: Launcher, keep_models: str) -> None:
+        self.root, self.launcher, self.keep_models = root, launcher, keep_models
+        self.progress = StudyProgress(settings)
+        self.faults: Counter[Path] = Counter()  # run folder -> how many faults have ended the run
+        self.not_before = 0.0  # after a fault: the time from which runs are started again
         self.broken: RunError | None = None  # the fault that stops the study
         self.stopping = False
 
-    def run(self, stop: Stop, show: Any) -> Progress:
-        """Until nothing is needed any more. `show(progress)` is called about twice a second."""
-        (self.root / "log").mkdir(parents=True, exist_ok=True)
+    def run(self, stop: Stop, show: Callable[[StudyProgress], None]) -> StudyProgress:
+        """Make all runs of the study. `show(progress)` is called about twice a second."""
         try:
-            while self._plan():
+            while self._find_due_runs():
                 if stop.reason is not None or self.broken is not None:
-                    self._wind_up()
+                    self._stop_runs()
                     show(self.progress)
                     raise self.broken or Interrupted(stop.reason)
-                self._hand_out()
+                self._start_runs()
                 show(self.progress)
-                self._listen(0.5)
+                self._wait_for_run(0.5)
             show(self.progress)
             return self.progress
         finally:
-            for worker in self.workers:
-                worker.close()
+            self.launcher.close()
 
-    def _plan(self) -> bool:
-        """What every setting needs now; False when all is done."""
+    def _find_due_runs(self) -> bool:
+        """Update the progress; False when nothing runs and nothing is due."""
         progress = self.progress
-        busy = {run.folder for run in progress.running}
-        progress.matrices, progress.waiting = [], []
-        progress.done = 0
+        running = {run.folder for run in progress.running}
+        progress.matrices, progress.waiting, progress.done = [], [], 0
         for setting in progress.settings:
-            matrix = self._unfolded(setting)
+            matrix = self._read_matrix(setting)
             progress.matrices.append(matrix)
             for cell in matrix.needed:
+                folder = setting.folder(self.root, cell)
                 if cell in setting.scores:
                     progress.done += 1
-                    continue
-                run = Run(setting, cell, setting.folder(self.root, cell))
-                if run.folder not in busy:
-                    progress.waiting.append(run)
+                elif folder not in running:
+                    progress.waiting.append(DueRun(setting, cell, folder))
         return bool(progress.waiting or progress.running)
 
-    def _unfolded(self, setting: Setting) -> Matrix:
-        """The matrix with everything that is on disk taken into account."""
+    def _read_matrix(self, setting: Setting) -> Matrix:
+        """The matrix after reading every result on disk: each may ask for further runs."""
         while True:
-            matrix = setting.unfold()
-            fresh = False
-            for cell in matrix.needed:
-                if cell not in setting.scores and self._look_up(setting, cell):
-                    fresh = True
-            if not fresh:
+            matrix = setting.matrix()
+            unknown = [cell for cell in matrix.needed if cell not in setting.scores]
+            if not [cell for cell in unknown if self.read_result(setting, cell)]:
                 return matrix
 
-    def _look_up(self, setting: Setting, cell: Cell) -> bool:
+    def read_result(self, setting: Setting, cell: Cell) -> bool:
+        """Take a run's result from its folder; False if there is none that counts."""
         folder = setting.folder(self.root, cell)
         try:
             record = read_record(folder) if folder.exists() else None
         except UserError as error:
-            self._set_aside(folder, str(error))
+            moved = set_aside(self.root, folder)
+            self.progress.news.append(f"{error}; moved to {moved}, and the run is made again")
             return False
         if record is None or not record.evaluated:
             return False
-        if record.completed and record.fell_back:
+        name = DueRun(setting, cell, folder).name
+        if record.fell_back:
             setting.take_plain_path(cell)
             self.progress.news.append(
-                f"{Run(setting, cell, folder).name}: the fast path gave out at step "
-                f"{record.arithmetic['plain_from']}; all runs of this seed are made by the plain path"
+                f"{name}: the fast path failed at step {record.arithmetic['plain_from']}; "
+                "all runs of this seed are made by the plain path"
             )
             return False
         setting.scores[cell] = record.validation
         if not record.completed:
-            self.progress.failed[Run(setting, cell, folder).name] = str(record.results.get("reason", ""))
+            self.progress.failed[name] = str(record.results.get("reason", ""))
             return True
         if record.test is not None:
             setting.tests[cell] = record.test
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        self._prune(setting, cell)
+        self._delete_models(setting, cell)
         return True
 
-    def _set_aside(self, folder: Path, why: str) -> None:
-        """A run whose record cannot be read is made again; what is left of it is kept apart."""
-        aside = self.root / "damaged" / folder.name
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.parent.mkdir(exist_ok=True)
-        folder.rename(aside)
-        self.progress.news.append(f"{why}; moved to {aside}, and the run is made again")
-
-    def _prune(self, setting: Setting, cell: Cell) -> None:
-        """Keep the models the study is to keep: of each method the best by validation."""
+    def _delete_models(self, setting: Setting, cell: Cell) -> None:
+        """Keep the trained models that `study.models` asks for: of each method the best by validation."""
         if cell.choosing or self.keep_models == "all":
             return
         cells = [c for c in setting.scores if c.method == cell.method and not c.choosing]
@@ -226,70 +156,40 @@ class Runner:
             if c != best:
                 shutil.rmtree(setting.folder(self.root, c) / "model", ignore_errors=True)
 
-    def _hand_out(self) -> None:
-        while self.progress.waiting and time.monotonic() >= self.not_before:
-            worker = next((w for w in self.workers if w.job is None), None)
-            run = self.progress.waiting[0]
-            if worker is None:
-                free = [slot for slot in self.slots if all(w.slot is not slot for w in self.workers)]
-                if not free:
+    def _start_runs(self) -> None:
+        waiting = self.progress.waiting
+        while waiting and time.monotonic() >= self.not_before:
+            run = waiting[0]
+            job = RunJob(run.setting.run_config(run.cell), run.setting.store.folder, run.folder)
+            try:
+                if not self.launcher.start(job):
                     return
-                try:
-                    worker = Worker(free[0], self.started, self.root / "log", self.answers)
-                except OSError as error:
-                    self._fault(run, failure_kind(error), f"no process could be started for it ({error})")
-                    return
-                self.started += 1
-                self.workers.append(worker)
-            self.progress.waiting.pop(0)
-            self.progress.running.append(run)
-            worker.give(run)
-
-    def _listen(self, seconds: float) -> None:
-        try:
-            worker, answer = self.answers.get(timeout=seconds)
-        except queue.Empty:
-            return
-        run, worker.job = worker.job, None
-        if run is None:
-            if answer is None and worker in self.workers:
-                self.workers.remove(worker)
-            return
-        self.progress.running.remove(run)
-        recorded = self._look_up(run.setting, run.cell)  # that counts, whatever became of its process
-        if recorded:
-            self.progress.news.append(_line(run))
-        if answer is not None and answer["status"] == "completed":
-            return
-        kind, reason = _cause(worker, answer)
-        if kind in OUTCOMES:
-            if recorded:
+            except OSError as error:
+                self._fault(run, failure_kind(error), f"no process could be started for it ({error})")
                 return
-            kind, reason = "disk", "its record could not be written"
-        # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
-        self.workers.remove(worker)
-        worker.close()
-        if recorded:
+            self.progress.running.append(waiting.pop(0))
+
+    def _wait_for_run(self, seconds: float) -> None:
+        """Wait for a run to end, and decide what its end means."""
+        ended = self.launcher.poll(seconds)
+        if ended is None:
             return
-        if self._is_crowded(worker, kind):
-            self.slots = [slot for slot in self.slots if slot is not worker.slot]
+        run = next(run for run in self.progress.running if run.folder == ended.folder)
+        self.progress.running.remove(run)
+        if self.read_result(run.setting, run.cell):  # a result counts, whatever became of its process
+            self.progress.news.append(_result_line(run))
+        elif ended.crowded:
             self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
-        else:
-            self._fault(run, kind, reason, worker.log)
+        elif ended.kind in OUTCOMES:
+            self._fault(run, "disk", "its record could not be written")
+        elif ended.kind is not None:
+            see_log = ended.log is not None and ended.kind in ("process", "software", "device")
+            self._fault(run, ended.kind, f"{ended.reason}; see {ended.log}" if see_log else ended.reason)
 
-    def _is_crowded(self, worker: Worker, kind: str) -> bool:
-        """Whether the memory that was not enough is shared with other runs."""
-        others = [w for w in self.workers if w.job is not None]
-        if kind == "gpu_memory":
-            others = [w for w in others if w.slot.environment == worker.slot.environment]
-        return kind in ("memory", "gpu_memory") and bool(others)
-
-    def _fault(self, run: Run, kind: str, reason: str, log: Path | None = None) -> None:
-        """Nothing is known about the run: make it again after a pause, or stop the study."""
+    def _fault(self, run: DueRun, kind: str, reason: str) -> None:
+        """Nothing is known about the run: start it again after a pause, or stop the study."""
         if self.stopping:
             return
-        if log is not None and kind in ("process", "software", "device"):
-            reason += f"; see {log}"
         self.faults[run.folder] += 1
         attempts, pauses = self.faults[run.folder], DISK_PAUSES if kind == "disk" else PAUSES
         if attempts <= len(pauses):
@@ -304,35 +204,16 @@ class Runner:
             f"{ADVICE[kind]}, and start again to go on",
         )
 
-    def _wind_up(self) -> None:
-        """Every running run saves and stops."""
+    def _stop_runs(self) -> None:
+        """Have every running run save and stop."""
         self.stopping = True
-        for worker in self.workers:
-            if worker.job is not None:
-                worker.process.send_signal(signal.SIGTERM)
+        self.launcher.stop()
         end = time.monotonic() + STOP_PATIENCE
         while self.progress.running and time.monotonic() < end:
-            self._listen(0.5)
+            self._wait_for_run(0.5)
 
 
-def _cause(worker: Worker, answer: dict[str, Any] | None) -> tuple[str, str]:
-    """Of which kind a failure is, and the reason. A process that is gone has said nothing."""
-    if answer is None:
-        code = worker.process.wait()
-        return "process", f"its process ended with {_signal(-code) if code < 0 else f'exit code {code}'}"
-    if answer["status"] == "interrupted":
-        return "process", f"its process was {answer['reason']}"
-    return str(answer["kind"]), str(answer["reason"])
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
-
-
-def _line(run: Run) -> str:
+def _result_line(run: DueRun) -> str:
     record = read_record(run.folder)
     assert record is not None
     if not record.completed:

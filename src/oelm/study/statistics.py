@@ -1,12 +1,9 @@
-"""How far a comparison can be trusted: pure functions from scores to small frozen records of numbers.
+"""How far a comparison can be trusted: functions from scores to small frozen records of numbers.
 
-The design is paired: with one seed two methods see the same data in the same order and share their
-initial values, so what is tested is the difference within a seed. Differences are handed over ready made;
-which direction is better matters only to functions that take `larger_is_better`.
-
-Nothing here depends on the state of a global generator: random procedures start from one fixed seed, and
-the same numbers give the same result. What did not vary has no interval (`None`): that nothing was seen to
-vary is no proof of certainty. Items of one test set are in `oelm.study.items`.
+The design is paired: with one seed two methods see the same data in the same order and share their initial
+values, so the difference within a seed is tested. Random procedures start from one fixed seed: the same
+numbers give the same result. Values that do not vary have no interval (`None`), as no variation in a few runs
+is no proof of certainty. Intervals over the items of a test set are in `oelm.study.items`.
 """
 
 import math
@@ -21,14 +18,16 @@ from oelm.errors import UserError
 Array = np.ndarray
 
 SEED = 0
+CONFIDENCE = 0.95
 RESAMPLES = 9999  # with the observed value 10,000, so that p values are round numbers
 BOOTSTRAP = "BCa bootstrap"
-BOOTSTRAP_FROM = 20  # pairs; with fewer a bootstrap knows too little of the tails
-ROUNDING = 1e-12  # differences of scores smaller than this are rounding
+BOOTSTRAP_FROM = 20  # pairs; fewer tell a bootstrap too little about the tails
+ROUNDING = 1e-12  # smaller differences of scores are rounding
+LARGER_LR = 3.0  # what is lost at this multiple of the best learning rate
 
 
 def finite(name: str, values: Any, dimensions: Sequence[int] = (1,)) -> Array:
-    """The values in float64; refused where there are none, or one is missing or not a finite number."""
+    """The values in float64; UserError if there are none, or if one is missing or not a finite number."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim not in dimensions:
         raise UserError(f"{name}: an array shaped {array.shape} was given where a plain list is needed")
@@ -47,28 +46,22 @@ def constant(values: Array) -> bool:
     return bool(np.ptp(values) <= max(1e-9 * np.abs(values).max(), ROUNDING))
 
 
-def check_confidence(confidence: float) -> None:
-    """Refuse what is not a share, such as 95."""
-    if not 0 < confidence < 1:
-        raise UserError(f"confidence {confidence}: give a share between 0 and 1, such as 0.95")
-
-
-def widened(confidence: float, n: int, groups: int = 1) -> float:
-    """The level at which a bootstrap of a mean of n values (in each group) covers `confidence`.
+def widened(n: int, groups: int = 1) -> float:
+    """The level at which a bootstrap of a mean of n values (in each group) covers 95 %.
 
     A bootstrap divides by n for n - 1 and has no notion of t: at n = 20 its 95 % interval covers 93 %, at
-    n = 5 in each of 5 groups 91 %. Asking for this level instead makes it as wide as a t interval where
-    values are normal (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+    n = 5 in each of 5 groups 91 %. This level makes it as wide as a t interval for normal values
+    (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
     """
     from scipy import stats
 
-    quantile = stats.t.ppf((1 + confidence) / 2, groups * (n - 1))
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, groups * (n - 1))
     return float(1 - 2 * stats.norm.sf(math.sqrt(n / (n - 1)) * quantile))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and where it may lie: `sd` is None for one value, `low` and `high` without an interval."""
+    """A mean with its 95 % interval; `sd` is None for one value, `low` and `high` without an interval."""
 
     n: int
     mean: float
@@ -79,37 +72,35 @@ class Interval:
 
 @dataclass(frozen=True)
 class Paired(Interval):
-    """A mean difference, its interval, and the two-sided p of "no difference", with the names of both."""
+    """A mean difference with its interval and the two-sided p of "no difference"; how both were computed."""
 
     p: float | None
     test: str
     interval: str
 
 
-def interval(values: Any, confidence: float = 0.95) -> Interval:
+def interval(values: Any) -> Interval:
     """The mean of one arm over its seeds with its t interval."""
     from scipy import stats
 
-    check_confidence(confidence)
     ordered = np.sort(finite("values", values))
     n, mean = len(ordered), math.fsum(ordered) / len(ordered)
     if n == 1:
         return Interval(n, mean, None, None, None)
     if constant(ordered):
         return Interval(n, mean, 0.0, None, None)
-    low, high = stats.ttest_1samp(ordered, 0.0).confidence_interval(confidence)
+    low, high = stats.ttest_1samp(ordered, 0.0).confidence_interval(CONFIDENCE)
     return Interval(n, mean, float(ordered.std(ddof=1)), float(low), float(high))
 
 
-def paired(differences: Any, confidence: float = 0.95) -> Paired:
+def paired(differences: Any) -> Paired:
     """The mean of paired differences, tested against 0.
 
     Below 20 pairs: t test and t interval. From 20: sign-flip permutation test and BCa bootstrap interval,
     `widened`. One pair gives a mean only. Differences that are all 0 give p = 1 and the interval [0, 0];
-    all the same but not 0, they give neither p nor interval, for a t test would claim p = 0. Whether there
-    is a difference is the test's to say: a bootstrap of differences of one sign can never reach 0.
+    all the same but not 0, they give neither p nor interval, because a t test would claim p = 0. The test,
+    not the interval, decides: a bootstrap of differences of one sign never reaches 0.
     """
-    check_confidence(confidence)
     given = finite("differences", differences)
     n, mean = len(given), math.fsum(given) / len(given)
     if n == 1:
@@ -119,51 +110,42 @@ def paired(differences: Any, confidence: float = 0.95) -> Paired:
         if abs(mean) <= ROUNDING:
             return Paired(n, 0.0, 0.0, 0.0, 0.0, 1.0, name, name)
         return Paired(n, mean, 0.0, None, None, None, name, name)
-    # Sorted and turned to a positive mean, so that neither the order of the pairs nor the order of the
-    # arms can change what is drawn at random.
+    # Sorted and with a positive mean: the order of pairs or arms then does not change the random draws.
     sign = -1.0 if mean < 0 else 1.0
     ordered = np.sort(sign * given)
     small = n < BOOTSTRAP_FROM
-    low, high, p = (_by_t if small else _by_resampling)(ordered, confidence)
+    low, high, p = (_by_t if small else _by_resampling)(ordered)
     low, high = sorted((sign * low, sign * high))
     names = ("paired t", "t") if small else ("sign-flip permutation", BOOTSTRAP)
     return Paired(n, mean, float(ordered.std(ddof=1)), low, high, p, *names)
 
 
-def _by_t(differences: Array, confidence: float) -> tuple[float, float, float]:
+def _by_t(differences: Array) -> tuple[float, float, float]:
     from scipy import stats
 
     result = stats.ttest_1samp(differences, 0.0)
-    low, high = result.confidence_interval(confidence)
+    low, high = result.confidence_interval(CONFIDENCE)
     return float(low), float(high), float(result.pvalue)
 
 
-def _by_resampling(differences: Array, confidence: float) -> tuple[float, float, float]:
+def _by_resampling(differences: Array) -> tuple[float, float, float]:
     from scipy import stats
 
     # `random_state`, and not its newer name `rng`, is known to every scipy this package allows.
     low, high = stats.bootstrap(
-        (differences,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=widened(confidence, len(differences)),
-        method="BCa",
-        random_state=np.random.default_rng(SEED),
-    ).confidence_interval
+        (differences,), np.mean, n_resamples=RESAMPLES, confidence_level=widened(len(differences)),
+        method="BCa", random_state=np.random.default_rng(SEED),
+    ).confidence_interval  # fmt: skip
     p = stats.permutation_test(
-        (differences,),
-        np.mean,
-        permutation_type="samples",  # of one sample: each value keeps or turns its sign
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        random_state=np.random.default_rng(SEED),
-    ).pvalue
+        (differences,), np.mean, permutation_type="samples",  # of one sample: each value may change its sign
+        vectorized=True, n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
+    ).pvalue  # fmt: skip
     return float(low), float(high), float(p)
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Whether a mean difference lies between -margin and margin; `low` and `high` are its 90 % interval."""
+    """Whether a mean difference is within the margin; `low` and `high` are its 90 % interval."""
 
     n: int
     mean: float
@@ -177,8 +159,7 @@ class Equivalence:
 def equivalence(differences: Any, margin: float) -> Equivalence:
     """Two one-sided paired t tests at 5 %: equivalent if and only if the 90 % interval is inside the margin.
 
-    One pair, or differences that are all the same (0 too), cannot be tested: `p` is None and equivalence
-    is not claimed.
+    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent.
     """
     from scipy import stats
 
@@ -198,13 +179,12 @@ def equivalence(differences: Any, margin: float) -> Equivalence:
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm-adjusted p values of one family, in the order given.
 
-    None, a comparison that could not be tested, stays None and does not count: it makes no claim, so it
-    cannot make a false one. To have it count all the same, hand over 1.
+    None, a comparison that could not be tested, stays None and is not counted; pass 1 to count it.
     """
     tested = [p for p in p_values if p is not None]
     if not all(0 <= p <= 1 for p in tested):
         raise UserError(f"p values must lie between 0 and 1, but these were given: {list(p_values)}")
-    # statsmodels has this too, but collects garbage at each call: half a second next to a loaded torch.
+    # statsmodels has this too, but collects garbage at each call: half a second with torch loaded.
     order = np.argsort(tested)
     steps = np.sort(tested) * np.arange(len(tested), 0, -1)
     adjusted = np.empty(len(tested))
@@ -215,14 +195,14 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its bootstrap interval; `low` and `high` are None where runs were too few or all alike."""
+    """A value with its bootstrap interval; `low` and `high` are None if runs are too few or all equal."""
 
     value: float
     low: float | None
     high: float | None
 
 
-def interquartile_mean(tasks: Sequence[Any], confidence: float = 0.95, resamples: int = 2000) -> Estimate:
+def interquartile_mean(tasks: Sequence[Any], resamples: int = 2000) -> Estimate:
     """The mean of the middle half of all runs of all tasks (Agarwal et al. 2021); one row of runs per task.
 
     Scores must be on one scale. The interval is a percentile bootstrap that draws runs within each task,
@@ -235,37 +215,30 @@ def interquartile_mean(tasks: Sequence[Any], confidence: float = 0.95, resamples
     drawn = [row[rng.integers(len(row), size=(resamples, len(row)))] for row in rows]
     value = stats.trim_mean(np.concatenate(rows), 0.25)
     bootstrapped = stats.trim_mean(np.concatenate(drawn, axis=1), 0.25, axis=1)
-    return _estimate(value, bootstrapped, confidence, [len(row) for row in rows])
+    return _estimate(value, bootstrapped, [len(row) for row in rows])
 
 
 def probability_of_improvement(
-    scores_x: Sequence[Any],
-    scores_y: Sequence[Any],
-    larger_is_better: bool = True,
-    confidence: float = 0.95,
-    resamples: int = 2000,
+    scores_x: Sequence[Any], scores_y: Sequence[Any], resamples: int = 2000
 ) -> Estimate:
-    """How likely a run of X is better than a run of Y on the same task, averaged over tasks; ties are half.
+    """How likely a run of X scores above a run of Y on the same task, averaged over tasks; ties are half.
 
     One row of runs per task; the numbers of runs may differ. The interval, `widened` for few runs, draws
     runs within each task, those of X apart from those of Y (as Agarwal et al. 2021 do).
     """
     all_x, all_y = _rows("scores of X", scores_x), _rows("scores of Y", scores_y)
     if len(all_x) != len(all_y):
-        raise UserError(
-            f"X has scores for {len(all_x)} tasks and Y for {len(all_y)}; the same tasks are needed"
-        )
+        raise UserError(f"X has {len(all_x)} tasks and Y {len(all_y)}; the same tasks are needed")
     rng = np.random.default_rng(SEED)
     values, drawn = [], []
     for x, y in zip(all_x, all_y, strict=True):
-        above = (x[:, None] > y) + 0.5 * (x[:, None] == y)
-        wins = above if larger_is_better else 1 - above
+        wins = (x[:, None] > y) + 0.5 * (x[:, None] == y)
         pick_x = rng.integers(len(x), size=(resamples, len(x), 1))
         pick_y = rng.integers(len(y), size=(resamples, 1, len(y)))
         values.append(wins.mean())
         drawn.append(wins[pick_x, pick_y].mean(axis=(1, 2)))
     sizes = [min(len(x), len(y)) for x, y in zip(all_x, all_y, strict=True)]
-    return _estimate(np.mean(values), np.mean(drawn, axis=0), confidence, sizes)
+    return _estimate(np.mean(values), np.mean(drawn, axis=0), sizes)
 
 
 def _rows(name: str, tasks: Sequence[Any]) -> list[Array]:
@@ -274,31 +247,26 @@ def _rows(name: str, tasks: Sequence[Any]) -> list[Array]:
     return [finite(f"{name}, task {number}", row) for number, row in enumerate(tasks)]
 
 
-def _estimate(value: Any, bootstrapped: Array, confidence: float, sizes: Sequence[int]) -> Estimate:
-    check_confidence(confidence)
-    # A task with one run would enter as if its score were known exactly.
+def _estimate(value: Any, bootstrapped: Array, sizes: Sequence[int]) -> Estimate:
+    # A task with one run would count as if its score were known exactly.
     if min(sizes) < 2 or constant(bootstrapped):
         return Estimate(float(value), None, None)
-    level = widened(confidence, min(sizes), len(sizes))
+    level = widened(min(sizes), len(sizes))
     low, high = np.quantile(bootstrapped, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(value), float(low), float(high))
 
 
-def expected_best(validation_scores: Any, trials: int | None = None, larger_is_better: bool = True) -> Array:
-    """The best validation score to expect of 1, 2, ..., `trials` trials (all that were made, by default).
+def expected_best(validation_scores: Any, larger_is_better: bool = True) -> Array:
+    """The expected best validation score after 1, 2, ..., n trials.
 
-    Trials are drawn with replacement from those made (Dodge et al. 2019). A failed trial counts as a trial:
-    give it the score of a model that learned nothing.
+    Trials are drawn with replacement from the n that were made (Dodge et al. 2019).
     """
     scores = np.sort(finite("validation scores", validation_scores))
-    count = len(scores) if trials is None else trials
-    if count < 1:
-        raise UserError(f"{count} trials: at least one is needed")
     if not larger_is_better:
         scores = scores[::-1]
     # The best of k draws is at most the i-th from below with probability (i / n)^k.
-    share = np.arange(len(scores) + 1) / len(scores)
-    return np.diff(share ** np.arange(1, count + 1)[:, None], axis=1) @ scores
+    count = np.arange(len(scores) + 1)
+    return np.diff((count / len(scores)) ** count[1:, None], axis=1) @ scores
 
 
 def area_under_curve(steps: Any, values: Any) -> float:
@@ -311,10 +279,8 @@ def area_under_curve(steps: Any, values: Any) -> float:
 
 @dataclass(frozen=True)
 class Robustness:
-    """The best rate of a grid, the range around it that is nearly as good, and what a larger rate loses.
-
-    `lost` is None where it is not known, and then `lost_unknown` says why.
-    """
+    """The best learning rate of a grid, the range around it that is nearly as good, and what 3 times the
+    best one loses: `lost`, None if it is not known, and then `lost_unknown` says why."""
 
     best_rate: float
     best_score: float
@@ -325,29 +291,26 @@ class Robustness:
     lost_unknown: str | None
 
 
-def rate_robustness(
-    rates: Sequence[float],
+def lr_robustness(
+    lrs: Sequence[float],
     scores: Sequence[float | None],
     larger_is_better: bool = True,
     tolerance: float = 0.01,
-    factor: float = 3.0,
 ) -> Robustness:
-    """How much the learning rate matters, from the mean validation score of each rate of a grid.
+    """How much the learning rate matters, from the mean validation score of each one of a grid.
 
-    `low` to `high` are the grid points around the best (of equals, the smallest rate) without a gap whose
-    scores are within `tolerance` of it, on the metric's scale. `lost` is how much worse `factor` times the
-    best rate is, read between grid points on the logarithm of the rate. A rate with a failed run has the
-    score None: it ends the range, and nothing is read from it.
+    `low` to `high` are the grid points around the best (of equals, the smallest) without a gap whose scores
+    are within `tolerance` of it, on the metric's scale. `lost` is how much worse 3 times the best learning
+    rate is, interpolated between grid points on a log scale. A learning rate with a failed run has the score
+    None: it ends the range, and nothing is interpolated from it.
     """
-    grid = finite("rates", rates)
+    grid = finite("learning rates", lrs)
     if len(scores) != len(grid) or grid.min() <= 0 or len(np.unique(grid)) < len(grid):
-        raise UserError(
-            f"rates must be above 0, different and have one score each: {len(scores)} scores, {rates}"
-        )
+        raise UserError(f"learning rates must be positive, distinct and have one score each: {lrs}, {scores}")
     order = np.argsort(grid)
     grid = grid[order]
     given = [scores[place] for place in order]
-    finite("scores of rates", [score for score in given if score is not None])
+    finite("scores", [score for score in given if score is not None])
     better = 1.0 if larger_is_better else -1.0
     good = np.array([-math.inf if score is None else better * score for score in given])
     best = int(good.argmax())
@@ -358,21 +321,21 @@ def rate_robustness(
     while last + 1 < len(grid) and near[last + 1]:
         last += 1
     low, high = float(grid[first]), float(grid[last])
-    lost, unknown = _loss_at(grid, good, best, factor)
+    lost, unknown = _lost(grid, good, best)
     return Robustness(float(grid[best]), float(better * good[best]), low, high, high / low, lost, unknown)
 
 
-def _loss_at(grid: Array, good: Array, best: int, factor: float) -> tuple[float | None, str | None]:
-    rate = grid[best] * factor
-    same = np.flatnonzero(np.isclose(grid, rate, rtol=1e-6, atol=0))  # 3 * 3e-4 is not quite 9e-4
+def _lost(grid: Array, good: Array, best: int) -> tuple[float | None, str | None]:
+    larger = grid[best] * LARGER_LR
+    same = np.flatnonzero(np.isclose(grid, larger, rtol=1e-6, atol=0))  # 3 * 3e-4 is not quite 9e-4
     if same.size:
         neighbours = same[:1]
-    elif grid[0] < rate < grid[-1]:
-        above = int(np.searchsorted(grid, rate))
+    elif grid[0] < larger < grid[-1]:
+        above = int(np.searchsorted(grid, larger))
         neighbours = np.array([above - 1, above])
     else:
         return None, "outside the grid"
     if not np.isfinite(good[neighbours]).all():
         return None, "a run failed there"
-    there = np.interp(math.log(rate), np.log(grid[neighbours]), good[neighbours])
+    there = np.interp(math.log(larger), np.log(grid[neighbours]), good[neighbours])
     return float(good[best] - there), None

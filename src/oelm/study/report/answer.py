@@ -1,24 +1,23 @@
-"""The answer in two sentences: what came out, and under which conditions."""
+"""The answer in two sentences: the result, and the conditions it holds under."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.view import View
-from oelm.study.result_types import FEWEST_SEEDS, PROBLEMS, Comparison, Group
+from oelm.study.result_types import FEWEST_SEEDS, Comparison, Group
 
-MOST_CLAUSES = 3  # comparisons that are told one by one; more are counted
+MOST_CLAUSES = 3  # comparisons that are described one by one; more are counted
 MOST_NAMES = 6
 VERDICTS = ("better", "worse", "equivalent", "open", "void")
 
 
 def answer(view: View) -> list[str]:
-    """Two sentences, honest and plain."""
+    """Two sentences: the comparisons, then the learning rates and the trivial baselines."""
     words, comparisons = view.words, view.analysis.comparisons
     settings = {c.group.setting for c in comparisons}
     if not comparisons:
-        methods = dict.fromkeys(m for group in view.analysis.groups for m in group.arms)
-        first = words("answer.nothing", methods=words.items(methods))
+        first = words("answer.nothing", methods=words.items(view.colours))
     elif len(comparisons) > 1 and all(c.verdict == "void" for c in comparisons):
         first = words("answer.void_all", count=len(comparisons), reasons=reasons(view, *comparisons))
     elif len(settings) == 1 and len(comparisons) <= MOST_CLAUSES:
@@ -34,94 +33,65 @@ def answer(view: View) -> list[str]:
 def clause(view: View, comparison: Comparison) -> str:
     """One comparison in words."""
     group, verdict, paired = comparison.group, comparison.verdict, comparison.paired
-    names = {"method": comparison.method, "reference": group.reference}
+    values: dict[str, Any] = {"method": comparison.method, "reference_arm": group.reference_arm}
     if verdict == "void" or paired is None:
-        return view.words(
-            "answer.void", **names, reasons=reasons(view, comparison), seen=_seen(view, comparison)
-        )
+        seen = view.words("answer.seen_nothing")
+        if paired is not None:
+            seen = view.words("answer.seen", diff=_difference(view, comparison), n=paired.n)
+        return view.words("answer.void", **values, reasons=reasons(view, comparison), seen=seen)
     digits = view.digits(comparison)
-    difference = _difference(view, comparison)
+    values |= {"n": paired.n, "p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
+    values |= {"diff": _difference(view, comparison), "count": len(view.analysis.comparisons)}
+    values["interval"] = view.span(paired.low, paired.high, digits)
     if verdict == "open":
         if paired.low is None or paired.low == paired.high:
-            return view.words("answer.open_flat", **names, diff=difference, n=paired.n)
-        span = view.span(paired.low, paired.high, digits)
-        if (why := comparison.disagreement) is not None:
-            p, count = numbers.equals(comparison.p_holm), len(view.analysis.comparisons)
-            return view.words(f"answer.open_{why}", **names, diff=difference, interval=span, p=p, count=count)
-        return view.words("answer.open", **names, diff=difference, interval=span)
-    margin = _margin(view, comparison)
+            return view.words("answer.open_flat", **values)
+        why = comparison.disagreement
+        return view.words(f"answer.open_{why}" if why else "answer.open", **values)
+    test = comparison.equivalence
+    assert test is not None
+    values["margin"] = view.amount(group, f"{test.margin:g}")
     if verdict == "equivalent":
-        test = comparison.equivalence
-        assert test is not None
-        span = view.span(test.low, test.high, numbers.digits_for(test.low, test.high))
-        plain = view.amount(group, numbers.signed(paired.mean, digits))
-        p = numbers.equals(test.p)
-        return view.words(
-            "answer.equivalent", **names, margin=margin, diff=plain, interval=span, n=paired.n, p=p
-        )
+        values["interval"] = view.span(test.low, test.high, numbers.digits_for(test.low, test.high))
+        values["diff"] = view.amount(group, numbers.signed(paired.mean, digits))
+        return view.words("answer.equivalent", **values | {"p": numbers.equals(test.p)})
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1
-    tail = view.words("answer.negligible", margin=margin) if comparison.negligible else ""
+    ends = sorted(sign * end for end in (paired.low, paired.high) if end is not None)
+    values["diff"] = view.amount(group, numbers.fixed(sign * paired.mean, digits))
+    values["interval"] = view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else "–"
+    tail = view.words("answer.negligible", **values) if comparison.negligible else ""
     if comparison.disagreement is not None:
         tail += view.words("answer.reaches_0")
-    ends = sorted(sign * end for end in (paired.low, paired.high) if end is not None)
-    return view.words(
-        f"answer.{verdict}_{group.kind}",
-        **names,
-        metric=view.metric(group),
-        diff=view.amount(group, numbers.fixed(sign * paired.mean, digits)),
-        interval=view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else numbers.NOTHING,
-        n=paired.n,
-        p=numbers.equals(comparison.p_holm),
-        tail=tail,
-    )
+    return view.words(f"answer.{verdict}_{group.kind}", **values, tail=tail)
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
-    """Why nothing may be concluded from these comparisons."""
+    """Why no conclusion may be drawn from these comparisons."""
     several = len({c.group.setting for c in comparisons}) > 1
-    runs = {}  # at chance level, each once
+    at_chance = {}  # each once
     for c in comparisons:
-        for arm in (c.reference, c.arm):
+        for arm in (c.reference_arm, c.arm):
             name = f"{view.label(c.group)}, {arm.method}" if several else arm.method
             if arm.at_chance:
                 seeds = view.words.items(map(str, arm.at_chance))
-                runs[name] = view.words("problem.seeds", method=name, seeds=seeds)
-    unsure = [a.method for c in comparisons for a in (c.reference, c.arm) if a.unevaluated]
+                at_chance[name] = view.words("problem.seeds", method=name, seeds=seeds)
+    unevaluated = [a.method for c in comparisons for a in (c.reference_arm, c.arm) if a.unevaluated]
     values = {
-        "methods": view.words.items(dict.fromkeys(unsure)),
+        "methods": view.words.items(dict.fromkeys(unevaluated)),
         "n": min(len(c.seeds) for c in comparisons),
         "fewest": FEWEST_SEEDS,
-        "runs": view.words("list.semicolon").join(runs.values()),
+        "runs": view.words("list.semicolon").join(at_chance.values()),
     }
-    known = [
-        view.words(f"problem.{code}", **values)
-        if view.words.name("problem", code) != code
-        else PROBLEMS.get(code, code)
-        for code in dict.fromkeys(code for c in comparisons for code in c.problems)
-    ]
-    return view.words("list.and").join(known)
-
-
-def _seen(view: View, comparison: Comparison) -> str:
-    paired = comparison.paired
-    if paired is None:
-        return view.words("answer.seen_nothing")
-    return view.words("answer.seen", diff=_difference(view, comparison), n=paired.n)
+    codes = dict.fromkeys(code for c in comparisons for code in c.problems)
+    return view.words("list.and").join(view.words(f"problem.{code}", **values) for code in codes)
 
 
 def _difference(view: View, comparison: Comparison) -> str:
-    """The mean difference; of a perplexity, where less is more, its sense is said."""
+    """The mean difference; for a perplexity, where lower is better, with the direction that is better."""
     assert comparison.paired is not None
     text = view.amount(comparison.group, numbers.signed(comparison.paired.mean, view.digits(comparison)))
-    if comparison.group.larger_is_better:
-        return text
-    return view.words("list.with", name=text, detail=view.words("answer.sense"))
-
-
-def _margin(view: View, comparison: Comparison) -> str:
-    assert comparison.equivalence is not None
-    return view.amount(comparison.group, f"{comparison.equivalence.margin:g}")
+    return view.with_detail(text, "" if comparison.group.larger_is_better else view.words("answer.sense"))
 
 
 def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
@@ -134,7 +104,7 @@ def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
             parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
     clauses = words(
         "answer.against",
-        reference=comparisons[0].group.reference,
+        reference_arm=comparisons[0].group.reference_arm,
         clauses=words("list.semicolon").join(parts),
     )
     return words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
@@ -144,18 +114,19 @@ def _by_method(view: View, comparisons: Sequence[Comparison]) -> str:
     """Several tasks: how often each method came out better, worse, equivalent or neither."""
     words, clauses = view.words, []
     for method in dict.fromkeys(c.method for c in comparisons):
-        own = [c for c in comparisons if c.method == method]
+        of_method = [c for c in comparisons if c.method == method]
         parts = []
         for verdict in VERDICTS:
-            several = [c for c in own if c.verdict == verdict]
+            several = [c for c in of_method if c.verdict == verdict]
             if several:
-                parts.append(_part(view, verdict, several, len(several) == len(own)))
+                parts.append(_part(view, verdict, several, len(several) == len(of_method)))
         clauses.append(words("answer.method", method=method, parts=words.items(parts)))
-    references = {c.group.reference for c in comparisons}
-    reference = references.pop() if len(references) == 1 else words("answer.the_reference")
-    count = len({c.group.setting for c in comparisons})
+    names = {c.group.reference_arm for c in comparisons}
     return words(
-        "answer.counts", reference=reference, count=count, clauses=words("list.semicolon").join(clauses)
+        "answer.counts",
+        reference_arm=names.pop() if len(names) == 1 else words("answer.the_reference_arm"),
+        count=len({c.group.setting for c in comparisons}),
+        clauses=words("list.semicolon").join(clauses),
     )
 
 
@@ -169,12 +140,11 @@ def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: 
     details = [_amount(view, several)] if verdict in ("better", "worse") else []
     if any(c.negligible for c in several):
         details.append(words("verdict.negligible"))
-    details = [detail for detail in details if detail]
-    return words("list.with", name=text, detail=words.items(details)) if details else text
+    return view.with_detail(text, words.items(detail for detail in details if detail))
 
 
 def _amount(view: View, several: Sequence[Comparison]) -> str:
-    """The difference, or the range of several; nothing where they are not all of one unit."""
+    """The difference, or the range of several; empty if they have different units."""
     means = sorted(c.paired.mean for c in several if c.paired is not None and c.verdict != "void")
     if not means or len({c.group.kind for c in several}) > 1:
         return ""
@@ -184,54 +154,45 @@ def _amount(view: View, several: Sequence[Comparison]) -> str:
 
 
 def _conditions(view: View) -> str:
-    """At which rates the methods were measured, and where trivial references stand."""
+    """The learning rates of the methods, and how the trivial baselines compare."""
     arms = [arm for group in view.analysis.groups for arm in group.arms.values() if arm.records]
-    rates = {arm.lr for arm in arms}
+    lrs = {arm.lr for arm in arms}
     if not arms:
         key = "unmeasured"
     elif all(arm.chosen for arm in arms):
         key = "chosen"
     else:
-        key = "same" if len(rates) == 1 and None not in rates else "other"
-    detail, tail = "", ""
-    if len(view.analysis.groups) == 1:
-        tail = _trivial(view, view.analysis.groups[0])
-        shown = [
-            numbers.rate(arm.lr) if key == "same" else f"{arm.method} {_rates(arm.records)}" for arm in arms
-        ]
-        if shown:
-            detail = view.words("answer.detail", rates=view.words.items(dict.fromkeys(shown)))
-    else:
-        tail = _trivial_anywhere(view)
-    return view.words(f"answer.{key}", detail=detail, tail=tail)
-
-
-def _rates(records: Sequence[Record]) -> str:
-    return "/".join(numbers.rate(lr) for lr in sorted({record.lr for record in records}))
+        key = "same" if len(lrs) == 1 and None not in lrs else "other"
+    if len(view.analysis.groups) > 1:
+        return view.words(f"answer.{key}", detail="", tail=_trivial_anywhere(view))
+    texts = []
+    for arm in arms:
+        lr = "/".join(numbers.learning_rate(lr) for lr in sorted({record.lr for record in arm.records}))
+        texts.append(lr if key == "same" else f"{arm.method} {lr}")
+    detail = view.words("answer.detail", lrs=view.words.items(dict.fromkeys(texts))) if texts else ""
+    return view.words(f"answer.{key}", detail=detail, tail=_trivial(view, view.analysis.groups[0]))
 
 
 def _trivial(view: View, group: Group) -> str:
-    """Where the best trivial reference stands among the methods."""
-    known = {name: m[group.metric] for name, m in group.references.items() if group.metric in m}
+    """How the best trivial baseline compares with the methods."""
+    scores = {name: metrics[group.metric] for name, metrics in group.trivial_baselines.items()}
     arms = [arm for arm in group.arms.values() if arm.values]
-    if not known or not arms:
+    if not scores or not arms:
         return ""
-    best = (max if group.larger_is_better else min)(known, key=lambda name: known[name])
+    best = (max if group.larger_is_better else min)(scores, key=lambda name: scores[name])
     behind = [arm.method for arm in arms if best in group.behind(arm)]
     key = "behind_all" if not behind else "ahead_all" if len(behind) == len(arms) else "ahead_some"
-    value = view.quantity(group, known[best])
+    value = view.quantity(group, scores[best])
     if group.metric == "perplexity":
-        bits = numbers.fixed(group.references[best].get("bits_per_byte"), 3)
+        bits = numbers.fixed(group.trivial_baselines[best].get("bits_per_byte"), 3)
         value = view.words("answer.perplexity", value=value, bits=bits)
     name = view.words.name("trivial", best)
     return view.words(f"answer.{key}", name=name, value=value, methods=view.words.items(behind))
 
 
 def _trivial_anywhere(view: View) -> str:
-    groups = [g for g in view.analysis.groups if g.references and any(a.values for a in g.arms.values())]
-    ahead = [view.label(g) for g in groups if any(g.behind(arm) for arm in g.arms.values())]
-    if not groups:
+    measured = [g for g in view.analysis.groups if any(arm.values for arm in g.arms.values())]
+    ahead = [view.label(g) for g in measured if any(g.behind(arm) for arm in g.arms.values())]
+    if not any(group.trivial_baselines for group in measured):
         return ""
-    if not ahead:
-        return view.words("answer.tasks_behind")
-    return view.words("answer.tasks_ahead", tasks=view.words.items(ahead))
+    return view.words("answer.tasks_ahead" if ahead else "answer.tasks_behind", tasks=view.words.items(ahead))

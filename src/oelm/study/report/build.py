@@ -1,4 +1,4 @@
-"""From an analysis to a document: which sections there are, and what stands in them."""
+"""From an analysis to a document: the sections and their content."""
 
 from collections.abc import Callable
 
@@ -16,25 +16,24 @@ CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}
 
 
 def build(view: View, folder: str) -> Document:
-    """The whole report. Sections without content are left out."""
+    """The whole report; sections without content are left out."""
     words, analysis = view.words, view.analysis
     warned = notices(view)
     sections = {
         "results": _results(view),
-        "rates": _rates(view),
+        "learning_rates": _learning_rates(view),
         "certainty": _certainty(view),
-        "across": _across(view),
+        "across": _with_note(view, [tables.across(view)] if analysis.across else [], "across_note"),
         "claims": _claims(view),
-        "cost": _per_group(view, tables.cost, "cost_note"),
+        "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
         "raw": _raw(view),
         "warnings": _warnings(view, warned),
         "repeat": repeat(view, folder),
     }
-    methods = dict.fromkeys(method for group in analysis.groups for method in group.arms)
     subtitle = words(
         "page.subtitle",
         runs=len(analysis.records),
-        methods=words.items(methods),
+        methods=words.items(view.colours),
         tasks=words.items(dict.fromkeys(map(task_name, analysis.groups))),
         models=words.items(dict.fromkeys(group.model for group in analysis.groups)),
     )
@@ -44,9 +43,7 @@ def build(view: View, folder: str) -> Document:
         subtitle=subtitle,
         answer=answer(view),
         alert=alert(words, warned),
-        sections=[
-            Section(key, words(f"section.{key}"), blocks) for key, blocks in sections.items() if blocks
-        ],
+        sections=[Section(key, words(f"section.{key}"), found) for key, found in sections.items() if found],
     )
 
 
@@ -65,19 +62,19 @@ def _results(view: View) -> list[Block]:
     return [*blocks, Paragraph(note, tone="note")]
 
 
-def _rates(view: View) -> list[Block]:
-    drawn = _present(figures.rates(view), figures.curves(view), figures.expected_best(view))
-    tried = any(arm.rates for group in view.analysis.groups for arm in group.arms.values())
-    return [*drawn, *_per_group(view, tables.rates, "rates_note" if tried else "area_note")]
+def _learning_rates(view: View) -> list[Block]:
+    drawn = _present(figures.learning_rates(view), figures.curves(view), figures.expected_best(view))
+    tried = any(group.tried_lrs for group in view.analysis.groups)
+    note = "learning_rates_note" if tried else "area_note"
+    return [*drawn, *_with_note(view, _per_group(view, tables.learning_rates), note)]
 
 
-def _per_group(view: View, make: Callable[[View, Group], Table | None], note: str) -> list[Block]:
-    found = _present(*(make(view, group) for group in view.analysis.groups))
-    return [*found, Paragraph(view.words(f"section.{note}"), tone="note")] if found else []
+def _per_group(view: View, make: Callable[[View, Group], Table | None]) -> list[Block]:
+    return _present(*(make(view, group) for group in view.analysis.groups))
 
 
-def _metrics(view: View) -> str:
-    return view.words.items(dict.fromkeys(view.metric(group) for group in view.analysis.groups))
+def _with_note(view: View, blocks: list[Block], note: str) -> list[Block]:
+    return [*blocks, Paragraph(view.words(f"section.{note}"), tone="note")] if blocks else []
 
 
 def _certainty(view: View) -> list[Block]:
@@ -90,23 +87,17 @@ def _certainty(view: View) -> list[Block]:
         notes.append(words("section.two_intervals"))
     blocks: list[Block] = [table, Paragraph(" ".join(notes), tone="note")]
     if apart := [c for c in comparisons if c.disagreement]:
-        names = words.items(words("list.with", name=c.method, detail=view.label(c.group)) for c in apart)
+        names = words.items(view.with_detail(c.method, view.label(c.group)) for c in apart)
         blocks.insert(1, Paragraph(words("section.disagree", names=names)))
     return blocks
 
 
-def _across(view: View) -> list[Block]:
-    if not view.analysis.across:
-        return []
-    return [tables.across(view), Paragraph(view.words("section.across_note"), tone="note")]
-
-
 def _raw(view: View) -> list[Block]:
-    blocks = _present(*(tables.raw(view, group) for group in view.analysis.groups))
+    blocks = _per_group(view, tables.raw)
     if blocks:
-        blocks.insert(0, Paragraph(view.words("section.raw_note", metrics=_metrics(view)), tone="note"))
-    tried = _present(*(tables.trials(view, group) for group in view.analysis.groups))
-    if tried:
+        metrics = view.words.items(dict.fromkeys(view.metric(group) for group in view.analysis.groups))
+        blocks.insert(0, Paragraph(view.words("section.raw_note", metrics=metrics), tone="note"))
+    if tried := _per_group(view, tables.trials):
         blocks += [Paragraph(view.words("section.trials_note"), tone="note"), *tried]
     return blocks
 
@@ -122,14 +113,11 @@ def _warnings(view: View, warned: list[Notice]) -> list[Block]:
 
 
 def _claims(view: View) -> list[Block]:
-    """The published claims that these records concern; the others in one line."""
-    judged = judge(view.analysis)
-    concerned = [verdict for verdict in judged if verdict.details]
-    if not concerned:
-        return []
-    words = view.words
-    blocks: list[Block] = [_claim(view, verdict) for verdict in concerned]
-    if rest := [verdict.id for verdict in judged if not verdict.details]:
+    """The published claims that these records are about; the others in one line."""
+    words, judged = view.words, judge(view.analysis)
+    blocks: list[Block] = [_claim(view, verdict) for verdict in judged if verdict.details]
+    rest = [verdict.id for verdict in judged if not verdict.details]
+    if blocks and rest:
         blocks.append(Paragraph(words("claim.rest", ids=words.items(rest)), tone="note"))
     return blocks
 
@@ -143,7 +131,7 @@ def _claim(view: View, verdict: Verdict) -> Entry:
             digits = numbers.digits_for(*verdict.interval)
             measured = numbers.fixed(verdict.number, digits)
             ends = words.range(*(numbers.fixed(end, digits) for end in verdict.interval))
-            measured = words("list.with", name=measured, detail=words("claim.interval", interval=ends))
+            measured = view.with_detail(measured, words("claim.interval", interval=ends))
         if verdict.unit:
             measured = words("unit.amount", amount=measured, unit=words.name("unit", verdict.unit))
         details.insert(0, words("claim.also", number=measured, n=verdict.n))

@@ -1,20 +1,18 @@
-"""A report as plain values: sections of paragraphs, tables, figures. Two templates write them down.
+"""A report as plain values: sections of paragraphs, tables, figures. Two templates render them.
 
-All text is raw. Escaping happens in the templates and nowhere else.
+All text is raw: the templates escape it. `kind` tells a template what a block is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell of a table; `colour` is the number of the method it names, `tone` good, bad or quiet.
-
-    `detail` stands below the text, or in brackets after it.
-    """
+class TableCell:
+    """`colour` is the number of the method it names, `tone` good, bad or quiet; `detail` stands below the
+    text, or in brackets after it."""
 
     text: str
     detail: str = ""
@@ -40,16 +38,27 @@ class Table:
     """`align` has a letter for each column: l or r. `title` tells tables of one section apart."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableCell]]
     align: str
     title: str = ""
-    note: str = ""
     kind: str = "table"
+
+
+def make_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str | TableCell]],
+    title: str = "",
+    left: Iterable[int] = (0,),
+) -> Table:
+    """A table whose columns are right-aligned except those at the places `left`."""
+    cells = [[TableCell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    places = {place % len(head) for place in left}
+    return Table(head, cells, "".join("l" if i in places else "r" for i in range(len(head))), title)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A thing that was judged: its name, the verdict, what it says and why."""
+    """A claim that was judged: its name, the verdict, its text and the reasons."""
 
     name: str
     verdict: str
@@ -68,10 +77,8 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing; `title` and `description` are for those who cannot see it, `label` names its facet.
-
-    `inside` is the SVG between its tags: markup, and the one thing in a document that is not plain text.
-    """
+    """One drawing: `inside` is its SVG without the outer tag. `title` and `description` are for readers who
+    cannot see it, `label` names its setting."""
 
     name: str
     box: str
@@ -92,7 +99,7 @@ class Legend:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawings of one kind, one for each setting, and how they are read."""
+    """Drawings of one kind, one for each setting, and how to read them."""
 
     title: str
     caption: str
@@ -117,5 +124,5 @@ class Document:
     title: str
     subtitle: str
     answer: list[str]
-    alert: str  # one line under the answer: how many warnings there are; "" without any
-    sections: list[Section] = field(default_factory=list)
+    alert: str  # one line below the answer: how many warnings there are; "" without any
+    sections: list[Section]

@@ -1,4 +1,4 @@
-"""A matplotlib figure as SVG that lives inside a page: its fonts, and colours that follow its theme."""
+"""A matplotlib figure as SVG inside a page, with the page's fonts and the colours of its theme."""
 
 import io
 import re
@@ -12,10 +12,10 @@ from oelm.study.report.document import Figure
 
 WIDTH = 4.0  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
 
-# Drawn in these colours and written down as the page's own variables, so that one drawing serves light and
-# dark. The fallbacks show when a figure is taken out of its page.
+# Placeholders that become the page's CSS variables, so that one drawing serves light and dark themes. The
+# fallbacks show if a figure is taken out of its page.
 INK, FAINT, LINE, PAGE, BAND = "#0d0d01", "#0d0d02", "#0d0d03", "#0d0d04", "#0d0d05"
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# Okabe and Ito's palette, for colour-blind readers.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _VARIABLES = {
@@ -27,8 +27,8 @@ _VARIABLES = {
 } | {f"#0d0e{place:02x}": f"var(--c{place}, {colour})" for place, colour in enumerate(PALETTE)}
 
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # the reader's fonts draw the letters: Chinese too, and sharp on any screen
-    "svg.hashsalt": "oelm",  # the same numbers give the same bytes
+    "svg.fonttype": "none",  # text stays text, in the reader's fonts: Chinese too
+    "svg.hashsalt": "oelm",  # the same numbers give the same file
     "text.parse_math": False,  # a dollar in a name is a dollar
     "font.size": 9.5,
     "axes.titlesize": 9.5,
@@ -71,13 +71,13 @@ def draw(
     left: float = 0.5,
     right: float = 0.15,
 ) -> Figure:
-    """Let `paint` fill the axes of a new figure; margins in inches. `name` keeps its ids apart."""
+    """A new figure whose axes `paint` fills; margins in inches. `name` makes its ids unique in the page."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # Only the widths of letters are looked up; which glyphs exist is the reader's fonts' affair.
+        # matplotlib only measures the text here; the reader's fonts have the glyphs.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
         canvas = Canvas(figsize=(WIDTH, height))
         axes = canvas.add_axes(
@@ -92,14 +92,13 @@ def draw(
 
 
 def _inline(svg: str, name: str) -> tuple[str, str]:
-    """A drawing's viewBox and its inside, ready for a page: ids of its own and the theme's colours."""
+    """The viewBox and the content of an SVG, with unique ids and the theme's colours."""
     svg = svg[svg.index("<svg") :]
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
     inside = svg[svg.index(">") + 1 : svg.rindex("</svg>")]
-    inside = re.sub(
-        r"<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.DOTALL
-    )  # it would rule the page
+    # Its style would apply to the whole page.
+    inside = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.DOTALL)
     # Only inside tags: texts, whose angle brackets are escaped, stay as they are.
     inside = re.sub(r"<[^>]+>", lambda tag: _adapt(tag[0], name), inside)
     return box[1], inside
@@ -109,5 +108,5 @@ def _adapt(tag: str, name: str) -> str:
     tag = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', tag)
     tag = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', tag)
     tag = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", tag)
-    tag = re.sub(r"font-family: [^;\"]+;? ?", "", tag)  # those it measured with; the page's own are meant
-    return re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found[0]], tag)
+    tag = re.sub(r"font-family: [^;\"]+;? ?", "", tag)  # those it measured with; the page has its own
+    return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], tag)

@@ -1,4 +1,4 @@
-"""The figures of a report. A method has one colour and one mark in all of them."""
+"""The figures of a report. A method has the same colour and mark in all of them."""
 
 import math
 from collections import defaultdict
@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from oelm.study.report import drawing, numbers
+from oelm.study.report import numbers
 from oelm.study.report.document import Figures, Legend
 from oelm.study.report.drawing import BAND, FAINT, INK, LINE, PAGE, colour, draw, mark
 from oelm.study.report.view import View
-from oelm.study.result_types import Arm, Comparison, Group
+from oelm.study.result_types import ArmResult, Comparison, Group
 
 MOST_FACETS = 6  # settings that are drawn; the tables have all of them
 MOST_ROWS = 30  # of a forest plot
@@ -20,21 +20,19 @@ HEIGHT = 2.75
 
 def forest(view: View, kind: str) -> Figures | None:
     """Paired differences with their intervals, one row for each comparison of a kind."""
-    rows = [c for c in view.analysis.comparisons if c.paired is not None and c.group.kind == kind]
+    rows = [c for c in view.analysis.comparisons if c.paired is not None and c.group.kind == kind][:MOST_ROWS]
     if not rows:
         return None
-    rows = rows[:MOST_ROWS]
     words, unit = view.words, view.unit(rows[0].group)
-    margin = next((c.equivalence.margin for c in rows if c.equivalence), None)
+    margin = max(c.equivalence.margin for c in rows if c.equivalence)
 
     def paint(axes: Any) -> None:
-        if margin is not None:
-            axes.axvspan(-margin, margin, color=BAND, lw=0)
+        axes.axvspan(-margin, margin, color=BAND, lw=0)
         axes.axvline(0, color=FAINT, lw=1)
         for place, comparison in enumerate(rows):
             _forest_row(view, axes, comparison, len(rows) - 1 - place)
         axes.set_ylim(-0.45, len(rows) - 0.1)
-        _room(axes, rows, margin)
+        _set_limits(axes, rows, margin)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
@@ -52,8 +50,7 @@ def forest(view: View, kind: str) -> Figures | None:
     figure = draw(
         f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, words("list.semicolon").join(texts), left=0.15
     )
-    caption = words("figure.forest_how", margin=f"{margin:g}" if margin else numbers.NOTHING, unit=unit)
-    return Figures(title, caption, [figure], [])
+    return Figures(title, words("figure.forest_how", margin=f"{margin:g}", unit=unit), [figure], [])
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
@@ -76,18 +73,18 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None
 
 
 def _row_name(view: View, comparison: Comparison) -> str:
-    """What tells a comparison from the others, what matters first: a long name is cut."""
+    """A name that distinguishes a comparison from the others, the distinction first: long names are cut."""
     task = view.label(comparison.group) if len(view.analysis.groups) > 1 else ""
     methods = {c.method for c in view.analysis.comparisons}
     if task and len(methods) == 1:
         return task
-    name = f"{comparison.method} − {comparison.group.reference}"
+    name = f"{comparison.method} − {comparison.group.reference_arm}"
     return f"{comparison.method}, {task}" if task else name
 
 
-def _room(axes: Any, rows: Sequence[Comparison], margin: float | None) -> None:
-    """Limits that hold zero, the margin and every interval."""
-    ends = [0.0, margin or 0.0, -(margin or 0.0)]
+def _set_limits(axes: Any, rows: Sequence[Comparison], margin: float) -> None:
+    """Make room for zero, the margin and every interval."""
+    ends = [-margin, margin]
     for comparison in rows:
         paired, items = comparison.paired, comparison.items
         assert paired is not None
@@ -101,21 +98,16 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def rates(view: View) -> Figures | None:
+def learning_rates(view: View) -> Figures | None:
     """Validation score against learning rate, one line for each method."""
-    groups = [
-        group
-        for group in view.analysis.groups
-        if len({lr for arm in group.arms.values() for lr in arm.rates}) > 1
-    ]
-    return _facets(view, "rates", groups, _paint_rates)
+    groups = [group for group in view.analysis.groups if len(group.tried_lrs) > 1]
+    return _facets(view, "learning_rates", groups, _paint_learning_rates)
 
 
-def _paint_rates(view: View, group: Group, axes: Any) -> str:
-    texts = []
-    every = sorted({lr for arm in group.arms.values() for lr in arm.rates})
+def _paint_learning_rates(view: View, group: Group, axes: Any) -> str:
+    texts, lrs = [], group.tried_lrs
     for arm in group.arms.values():
-        known = {lr: score for lr, score in arm.rates.items() if score is not None}
+        known = {lr: score for lr, score in arm.lr_scores.items() if score is not None}
         if not known:
             continue
         place = view.colours[arm.method]
@@ -129,13 +121,13 @@ def _paint_rates(view: View, group: Group, axes: Any) -> str:
                 arm.lr, _shown(group, known[arm.lr]), "o", ms=12, mfc="none", mec=colour(place), mew=1.3,
                 clip_on=False,
             )  # fmt: skip
-        pairs = (f"{numbers.rate(lr)} {view.value(group, score)}" for lr, score in known.items())
+        pairs = (f"{numbers.learning_rate(lr)} {view.value(group, score)}" for lr, score in known.items())
         texts.append(f"{arm.method}: {', '.join(pairs)}")
     axes.set_xscale("log")
-    shown = every if len(every) <= 6 else every[:: math.ceil(len(every) / 6)]
-    axes.set_xticks(shown, [numbers.rate(lr) for lr in shown], minor=False)
+    shown = lrs[:: math.ceil(len(lrs) / 6)]
+    axes.set_xticks(shown, [numbers.learning_rate(lr) for lr in shown], minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_xlabel(view.words("figure.rate"))
+    axes.set_xlabel(view.words("figure.learning_rate"))
     return "; ".join(texts)
 
 
@@ -145,23 +137,20 @@ def curves(view: View) -> Figures | None:
     return _facets(view, "curves", groups, _paint_curves)
 
 
-def _curve(group: Group, arm: Arm) -> dict[int, list[float]]:
-    """Step -> the scores of all measured runs there, where every run has one."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for record in arm.records:
-        for point in record.curve:
-            value = point["metrics"].get(group.metric)
-            if point["split"] == "validation" and value is not None and math.isfinite(value):
-                found[point["step"]].append(value)
-    return {step: values for step, values in sorted(found.items()) if len(values) == len(arm.records)}
+def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
+    """Step -> the scores of all measured runs, for steps at which every run has one."""
+    curve: dict[int, list[float]] = defaultdict(list)
+    for point in [point for record in arm.records for point in record.curve]:
+        value = point["metrics"].get(group.metric)
+        if point["split"] == "validation" and value is not None and math.isfinite(value):
+            curve[point["step"]].append(value)
+    return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.records)}
 
 
 def _paint_curves(view: View, group: Group, axes: Any) -> str:
-    texts = []
-    last = 0
+    texts, last = [], 0
     for arm in group.arms.values():
-        curve = _curve(group, arm)
-        if not curve:
+        if not (curve := _curve(group, arm)):
             continue
         steps, place = list(curve), view.colours[arm.method]
         last = max(last, steps[-1])
@@ -174,8 +163,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> str:
             axes.fill_between(steps, lows, highs, color=colour(place), alpha=0.18, lw=0)
         else:
             axes.vlines(steps, lows, highs, color=colour(place), alpha=0.5)
-        ends = (view.value(group, curve[step][0] if len(curve[step]) == 1 else fmean(curve[step]))
-                for step in (steps[0], steps[-1]))  # fmt: skip
+        ends = (view.value(group, fmean(curve[step])) for step in (steps[0], steps[-1]))
         texts.append(f"{arm.method}: {' → '.join(ends)}")
     for experiment, value in view.published(group):
         method = experiment.config["method"]["name"]
@@ -191,7 +179,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> str:
 
 
 def expected_best(view: View) -> Figures | None:
-    """The best validation score to expect of so many trials."""
+    """The expected best validation score after a number of trials."""
     groups = [g for g in view.analysis.groups if any(len(a.trials) > 1 for a in g.arms.values())]
     return _facets(view, "expected", groups, _paint_expected)
 
@@ -208,11 +196,11 @@ def _paint_expected(view: View, group: Group, axes: Any) -> str:
     return "; ".join(texts)
 
 
-def _line(view: View, group: Group, arm: Arm) -> dict[str, Any]:
-    """How a method's line is drawn: the reference's wider, so that it is seen under an equal one."""
+def _line(view: View, group: Group, arm: ArmResult) -> dict[str, Any]:
+    """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
     place = view.colours[arm.method]
     style: dict[str, Any] = {"color": colour(place), "marker": mark(place), "clip_on": False}
-    return style | ({"lw": 3.4, "ms": 7.5} if arm.method == group.reference else {})
+    return style | ({"lw": 3.4, "ms": 7.5} if arm.method == group.reference_arm else {})
 
 
 def _shown(group: Group, value: float) -> float:
@@ -222,33 +210,32 @@ def _shown(group: Group, value: float) -> float:
 def _facets(
     view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], str]
 ) -> Figures | None:
-    """One small figure for each setting, with what they share: scale, references, legend."""
+    """One small figure for each setting, with the score's axis, the trivial baselines and a legend."""
     if not groups:
         return None
     words = view.words
     title = words(f"figure.{name}")
-    figures, published, referred = [], False, False
+    figures, published, has_baselines = [], False, False
     for place, group in enumerate(groups[:MOST_FACETS]):
         described: list[str] = []
 
         def fill(axes: Any, group: Group = group, described: list[str] = described) -> None:
             described.append(paint(view, group, axes))
-            described.extend(_references(view, group, axes))
+            described.extend(_draw_baselines(view, group, axes))
             _scale(view, group, axes)
 
-        label = view.label(group) if len(view.analysis.groups) > 1 else ""
         right = 0.5 if group.metric == "perplexity" else 0.2
-        drawn = draw(f"{name}-{place}", HEIGHT, fill, title, "", label, right=right)
+        drawn = draw(f"{name}-{place}", HEIGHT, fill, title, "", view.title(group), right=right)
         figures.append(replace(drawn, description="; ".join(described)))
-        referred = referred or len(described) > 1
+        has_baselines = has_baselines or len(described) > 1
         published = published or (name == "curves" and bool(view.published(group)))
     legend = [
-        Legend(method, place, drawing.mark(place))
+        Legend(method, place, mark(place))
         for method, place in view.colours.items()
         if any(method in group.arms for group in groups)
     ]
-    if referred:
-        legend.append(Legend(words("figure.reference_line"), None, "dots"))
+    if has_baselines:
+        legend.append(Legend(words("figure.trivial_line"), None, "dots"))
     if published:
         legend.append(Legend(words("figure.published_mark"), None, "star"))
     caption = words(f"figure.{name}_how")
@@ -259,15 +246,13 @@ def _facets(
     return Figures(title, caption, figures, legend)
 
 
-def _references(view: View, group: Group, axes: Any) -> list[str]:
-    """Trivial references on validation as dotted lines, where they lie near enough to what is drawn."""
-    records = [r for r in group.records if r.results.get("references")]
-    if not records:
-        return []
+def _draw_baselines(view: View, group: Group, axes: Any) -> list[str]:
+    """Draw trivial baselines on validation as dotted lines, those near enough to the curves; their texts."""
+    baselines: dict[str, Any] = next((b for r in group.records if (b := r.results.get("references"))), {})
     low, high = axes.get_ylim()
     near = 0.6 * (high - low)
     texts = []
-    for name, splits in records[0].results["references"].items():
+    for name, splits in baselines.items():
         value = (splits.get("validation") or {}).get(group.metric)
         if value is None or not low - near <= (shown := _shown(group, value)) <= high + near:
             continue
@@ -282,7 +267,7 @@ def _references(view: View, group: Group, axes: Any) -> list[str]:
 
 
 def _scale(view: View, group: Group, axes: Any) -> None:
-    """The axis of the score: per cent, or a perplexity with its bits per byte at the other side."""
+    """The axis of the score: per cent, or a perplexity with bits per byte on the other side."""
     unit = " (%)" if group.kind == "share" else ""
     axes.set_title(view.words("figure.score", metric=view.metric(group)) + unit, loc="left", x=-0.1, pad=8)
     axes.grid(axis="y")
@@ -320,7 +305,7 @@ def _log2(values: Any) -> Any:
 
 
 def _bits_per_log2(group: Group) -> float | None:
-    """Tokens per byte of the validation split: what turns a perplexity's logarithm into bits per byte."""
+    """Tokens per byte of the validation split: the factor from log2 of a perplexity to bits per byte."""
     for record in group.records:
         metrics = (record.results.get("best") or {}).get("metrics") or {}
         perplexity, bits = metrics.get("perplexity"), metrics.get("bits_per_byte")

@@ -10,7 +10,7 @@ from oelm.study.report import numbers
 from oelm.study.report.answer import reasons
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Arm, Group
+from oelm.study.result_types import ArmResult, Group
 from oelm.training.predictions import WITH_GROUPS
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
@@ -98,7 +98,7 @@ def _failures(view: View, group: Group) -> Iterable[Notice]:
 
 
 def run_name(view: View, method: str, lr: float, seed: int) -> str:
-    return view.words("notice.run_name", method=method, rate=numbers.rate(lr), seed=seed)
+    return view.words("notice.run_name", method=method, rate=numbers.learning_rate(lr), seed=seed)
 
 
 def _unevaluated(view: View, group: Group) -> Iterable[Notice]:
@@ -130,7 +130,7 @@ def _of_group(view: View, group: Group) -> Iterable[Notice]:
         yield Notice("unfinished", words("notice.missing", task=label, count=missing))
 
 
-def _of_arm(view: View, group: Group, arm: Arm) -> Iterable[tuple[str, str, dict[str, str]]]:
+def _of_arm(view: View, group: Group, arm: ArmResult) -> Iterable[tuple[str, str, dict[str, str]]]:
     """Kind of notice, its text and the values in it, the method's name aside."""
     words = view.words
     if arm.at_chance:
@@ -138,10 +138,10 @@ def _of_arm(view: View, group: Group, arm: Arm) -> Iterable[tuple[str, str, dict
     if behind := group.behind(arm):
         yield "trivial", "behind", {"names": words.items(words.name("trivial", name) for name in behind)}
     if arm.records and not arm.chosen:
-        rates = map(numbers.rate, sorted({record.lr for record in arm.records}))
+        rates = map(numbers.learning_rate, sorted({record.lr for record in arm.records}))
         yield "rate", "not_chosen", {"rate": words.items(rates)}
     if group.matrix and arm.method in group.matrix.at_edge:
-        yield "rate", "at_edge", {"rate": numbers.rate(arm.lr)}
+        yield "rate", "at_edge", {"rate": numbers.learning_rate(arm.lr)}
     if group.matrix and arm.method in group.matrix.failed:
         yield "rate", "no_rate", {}
 

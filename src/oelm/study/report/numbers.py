@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: no more digits than the interval supports, a real minus sign."""
+"""Numbers as text: no more digits than an interval supports, a typographic minus sign."""
 
 import math
 
@@ -7,7 +7,7 @@ NOTHING = "–"
 
 
 def digits_for(*ends: float | None) -> int:
-    """Decimals an interval with these ends deserves: one; two if narrower than 2, three if than 0.2."""
+    """Decimals for an interval with these ends: one; two if narrower than 2, three if narrower than 0.2."""
     known = [end for end in ends if end is not None and math.isfinite(end)]
     half = (max(known) - min(known)) / 2 if len(known) > 1 else 1.0
     return 1 if half >= 1 or half == 0 else 2 if half >= 0.1 else 3
@@ -25,7 +25,7 @@ def fixed(value: float | None, digits: int) -> str:
 
 
 def signed(value: float | None, digits: int) -> str:
-    """With its sign, for differences; what rounds to zero has none."""
+    """With its sign, for differences; without one if it rounds to zero."""
     text = fixed(value, digits)
     shown_zero = not text.strip("0.")
     return text if value is None or math.isnan(value) or value < 0 or shown_zero else f"+{text}"
@@ -39,8 +39,8 @@ def significant(value: float | None, figures: int = 3) -> str:
     return fixed(value, max(0, figures - before))
 
 
-def rate(lr: float | None) -> str:
-    """0.003, and 3e-5 as people write it, not 3e-05."""
+def learning_rate(lr: float | None) -> str:
+    """0.003, and 3e-5 rather than 3e-05."""
     if lr is None:
         return NOTHING
     mantissa, _, exponent = f"{lr:g}".partition("e")

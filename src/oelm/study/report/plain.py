@@ -1,22 +1,23 @@
-"""An analysis as plain values, ready for JSON."""
+"""An analysis as JSON values."""
 
 import math
 from dataclasses import asdict
 from typing import Any
 
+from oelm.study.records import mean_metric, mean_result
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, Arm, Comparison, Group
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
 
 def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
-    """Arms, comparisons, claims and warnings as JSON values; what is not a finite number is null."""
+    """Arms, comparisons, claims and warnings as JSON values; a number that is not finite is null."""
     from oelm.claims.verdicts import judge
 
     view = View(analysis, Words(lang))
-    values = {
+    values: dict[str, Any] = {
         "title": analysis.title,
         "answer": answer(view),
         "settings": [_group(view, group) for group in analysis.groups],
@@ -27,9 +28,7 @@ def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
         "mixtures": analysis.mixtures,
         "left_out": analysis.left_out,
     }
-    found = _finite(values)
-    assert isinstance(found, dict)
-    return found
+    return {key: _finite(value) for key, value in values.items()}
 
 
 def _group(view: View, group: Group) -> dict[str, Any]:
@@ -39,15 +38,15 @@ def _group(view: View, group: Group) -> dict[str, Any]:
         "model": group.model,
         "metric": group.metric,
         "precision": group.precision,
-        "reference": group.reference,
-        "references": group.references,
+        "reference": group.reference_arm,
+        "references": group.trivial_baselines,
         "published": {experiment.id: value for experiment, value in view.published(group)},
-        "arms": [_arm(view, group, arm) for arm in group.arms.values()],
+        "arms": [_arm(group, arm) for arm in group.arms.values()],
     }
 
 
-def _arm(view: View, group: Group, arm: Arm) -> dict[str, Any]:
-    interval = view.interval(group, arm)
+def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
+    interval = arm.interval
     robustness = arm.robustness(group.larger_is_better, group.tolerance)
     runs = arm.records or arm.trials
     return {
@@ -57,8 +56,8 @@ def _arm(view: View, group: Group, arm: Arm) -> dict[str, Any]:
         "seeds": arm.seeds,
         "test": arm.values,
         "interval": asdict(interval) if interval else None,
-        "bits_per_byte": arm.test_metric("bits_per_byte"),
-        "rates": [{"lr": lr, "validation": score} for lr, score in arm.rates.items()],
+        "bits_per_byte": mean_metric(arm.records, "test", "bits_per_byte"),
+        "rates": [{"lr": lr, "validation": score} for lr, score in arm.lr_scores.items()],
         "robustness": asdict(robustness) if robustness else None,
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
@@ -68,8 +67,8 @@ def _arm(view: View, group: Group, arm: Arm) -> dict[str, Any]:
         "failures": [asdict(failure) for failure in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
-        "train_time_s": arm.mean("train_time_s"),
-        "peak_memory_bytes": arm.mean("peak_memory_bytes"),
+        "train_time_s": mean_result(arm.records, "train_time_s"),
+        "peak_memory_bytes": mean_result(arm.records, "peak_memory_bytes"),
     }
 
 
@@ -81,7 +80,7 @@ def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
     return {
         "setting": view.label(comparison.group),
         "method": comparison.method,
-        "reference": comparison.group.reference,
+        "reference": comparison.group.reference_arm,
         "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
         "seeds": list(comparison.seeds),
         "differences": list(comparison.differences),

@@ -4,12 +4,12 @@ import shlex
 from collections import Counter
 
 from oelm.config import to_toml
-from oelm.study.report.document import Block, Cell, Code, Paragraph, Table
+from oelm.study.report.document import Block, Code, Paragraph, Table, make_table
 from oelm.study.report.view import View
 
 
 def repeat(view: View, folder: str) -> list[Block]:
-    """The blocks of the last section; `folder` is the name of what was reported on."""
+    """The blocks of the last section; `folder` is the folder of the report."""
     words, study = view.words, view.analysis.study
     blocks: list[Block] = []
     if study is not None:
@@ -29,7 +29,7 @@ def repeat(view: View, folder: str) -> list[Block]:
 
 
 def _environment(view: View) -> Table:
-    """Versions, hardware and data, each value with the number of runs that had it."""
+    """Versions, hardware and data; several values each with its number of runs."""
     words = view.words
     seen: dict[str, Counter[str]] = {}
     for record in view.analysis.records:
@@ -49,11 +49,7 @@ def _environment(view: View) -> Table:
             if value is not None:  # older records lack some
                 seen.setdefault(name, Counter())[str(value)] += 1
     rows = []
-    for name, values in seen.items():
-        alone = len(values) == 1
-        texts = [
-            text if alone else words("repeat.of_runs", value=text, count=count)
-            for text, count in values.most_common()
-        ]
-        rows.append([Cell(name), Cell(words.items(texts))])
-    return Table([words("repeat.what"), words("repeat.value")], rows, "ll")
+    for name, counts in seen.items():
+        texts = [words("repeat.of_runs", value=text, count=count) for text, count in counts.most_common()]
+        rows.append([name, words.items(texts if len(counts) > 1 else counts)])
+    return make_table([words("repeat.what"), words("repeat.value")], rows, left=(0, 1))

@@ -1,4 +1,4 @@
-"""What the command line prints: a compact table for each setting, then the answer. It fits 80 columns."""
+"""What the command line prints: a compact table for each setting, then the answer, in 80 columns."""
 
 import io
 
@@ -9,18 +9,18 @@ from rich.text import Text
 from oelm.study.report import numbers
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import alert, notices
-from oelm.study.report.view import View, bits
+from oelm.study.report.view import View
 from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, Arm, Group
+from oelm.study.result_types import Analysis, ArmResult, Group
 
 WIDTH = 80
 RIGHT = ("n", "mean", "bits", "difference", "interval", "p")
 
 
 def summary(analysis: Analysis, lang: str = "en") -> str:
-    """The results in a terminal's width: methods, trivial references, and the answer in two sentences."""
+    """The results of every setting with its trivial baselines, and the answer in two sentences."""
     view = View(analysis, Words(lang))
-    # A width of its own, no colour and no markup: the text is the same in a terminal, a pipe and a log.
+    # Fixed width, no colour, no markup: the text is the same in a terminal, a pipe and a log.
     console = Console(
         file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False
     )
@@ -35,8 +35,8 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
         )
         console.print(Text(heading))
         console.print(_table(view, group))
-        if references := _references(view, group):
-            console.print(Text(references))
+        if baselines := _trivial_baselines(view, group):
+            console.print(Text(baselines))
         console.print()
     warned = notices(view)
     never = [notice.text for notice in warned if notice.kind == "unevaluated"]
@@ -49,7 +49,7 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
 
 def _table(view: View, group: Group) -> Table:
     perplexity = group.metric == "perplexity"
-    columns = ["method", "rate", "n", "mean", "bits", "difference", "interval", "p", "verdict"]
+    columns = ["method", "lr", "n", "mean", "bits", "difference", "interval", "p", "verdict"]
     if not perplexity:
         columns.remove("bits")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
@@ -66,22 +66,20 @@ def _table(view: View, group: Group) -> Table:
     return table
 
 
-def _references(view: View, group: Group) -> str:
-    names = []
-    for name, metrics in group.references.items():
-        if group.metric in metrics:
-            text = f"{view.words.name('trivial', name)} {view.value(group, metrics[group.metric])}"
-            if group.metric == "perplexity":
-                own = numbers.fixed(metrics.get("bits_per_byte"), 3)
-                detail = f"{own} {view.words('metric.bits_per_byte')}"
-                text = view.words("list.with", name=text, detail=detail)
-            names.append(text)
-    return view.words("summary.references", names=view.words.items(names)) if names else ""
+def _trivial_baselines(view: View, group: Group) -> str:
+    texts = []
+    for name, metrics in group.trivial_baselines.items():
+        text = f"{view.words.name('trivial', name)} {view.value(group, metrics[group.metric])}"
+        if group.metric == "perplexity":
+            bits = numbers.fixed(metrics.get("bits_per_byte"), 3)
+            text = view.with_detail(text, f"{bits} {view.words('metric.bits_per_byte')}")
+        texts.append(text)
+    return view.words("summary.trivial_baselines", names=view.words.items(texts)) if texts else ""
 
 
-def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:
-    interval = view.interval(group, arm)
-    cells = [arm.method, numbers.rate(arm.lr), str(len(arm.values))]
+def _row(view: View, group: Group, arm: ArmResult, perplexity: bool) -> list[Text]:
+    interval = arm.interval
+    cells = [arm.method, numbers.learning_rate(arm.lr), str(len(arm.values))]
     if interval is None:
         cells.append(numbers.NOTHING)
     else:
@@ -93,10 +91,10 @@ def _row(view: View, group: Group, arm: Arm, perplexity: bool) -> list[Text]:
             text += f" ± {numbers.fixed(100 * half if group.kind == 'share' else half, places)}"
         cells.append(text)
     if perplexity:
-        cells.append(numbers.fixed(bits(arm.records, "test"), 3))
+        cells.append(view.bits(arm.records))
     comparison = view.comparison(group, arm.method)
     if comparison is None or comparison.paired is None:
-        verdict = view.words("verdict.reference") if comparison is None else view.verdict(comparison)
+        verdict = view.words("verdict.reference_arm") if comparison is None else view.verdict(comparison)
         cells += ["", "", "", verdict]
     else:
         paired, digits = comparison.paired, view.digits(comparison)

@@ -1,27 +1,24 @@
-"""The tables of a report: results, how sure they are, rates, cost, raw values."""
+"""The tables of a report: results, certainty, learning rates, cost, raw values."""
 
-from collections.abc import Iterable, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Sequence
 
-from oelm.study.catalogue import Experiment
-from oelm.study.records import Record
+from oelm.study.records import mean_result
 from oelm.study.report import numbers
-from oelm.study.report.document import Cell, Table
-from oelm.study.report.view import View, bits
-from oelm.study.result_types import Arm, Comparison, Group
+from oelm.study.report.document import Table, TableCell, make_table
+from oelm.study.report.view import View
+from oelm.study.result_types import ArmResult, Comparison, Group
 
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
-NOTHING = Cell(numbers.NOTHING)
 SIDE_BY_SIDE = 3  # comparisons; more are rows of a wide table
+Row = Sequence[str | TableCell]
 
 
-def name_cell(view: View, method: str) -> Cell:
-    return Cell(method, colour=view.colours[method])
+def name_cell(view: View, method: str, detail: str = "") -> TableCell:
+    return TableCell(method, detail, colour=view.colours[method])
 
 
 def results(view: View, group: Group) -> Table:
-    """What every method reached on the test split, with trivial references and published figures below."""
+    """The test score of every method, with trivial baselines and published figures below."""
     words = view.words
     unit = " (%)" if group.kind == "share" else ""
     perplexity = group.metric == "perplexity"
@@ -32,72 +29,60 @@ def results(view: View, group: Group) -> Table:
         words("table.difference", unit=view.unit(group)),
         words("table.verdict"),
     ]
-    rows = [_result(view, group, arm) for arm in group.arms.values()]
-    for name, metrics in group.references.items():
-        if group.metric in metrics:
-            rows.append(_trivial(view, group, name, metrics))
-    rows += [_published(view, group, experiment, value) for experiment, value in view.published(group)]
-    return Table(head, rows, "l" + "r" * (perplexity + 2) + "l", _title(view, group))
+    rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
+    for name, metrics in group.trivial_baselines.items():
+        bits = numbers.fixed(metrics.get("bits_per_byte"), 3)
+        label, kind = words.name("trivial", name), words("table.trivial")
+        rows.append(_beside(label, kind, view.value(group, metrics[group.metric]), bits, perplexity))
+    for experiment, value in view.published(group):
+        note = words(
+            "table.published_note",
+            id=experiment.id,
+            lr=numbers.learning_rate(experiment.config["training"]["lr"]),
+            split=words.name("split", str(experiment.published.get("split"))),
+        )
+        label = words("table.published", method=experiment.config["method"]["name"])
+        text = view.value(group, value, 2 if group.kind == "share" else 1)
+        rows.append(_beside(label, note, text, numbers.NOTHING, perplexity))
+    return make_table(head, rows, view.title(group), left=(0, -1))
 
 
-def _title(view: View, group: Group) -> str:
-    return view.label(group) if len(view.analysis.groups) > 1 else ""
+def _beside(label: str, detail: str, value: str, bits: str, perplexity: bool) -> Row:
+    """A row without a comparison, below the methods."""
+    values = [value, bits, "", ""] if perplexity else [value, "", ""]
+    return [TableCell(label, detail, tone="quiet"), *(TableCell(text, tone="quiet") for text in values)]
 
 
-def _result(view: View, group: Group, arm: Arm) -> list[Cell]:
-    runs = view.words("table.runs", rate=numbers.rate(arm.lr), n=len(arm.values))
-    cells = [Cell(arm.method, runs, colour=view.colours[arm.method]), _mean_cell(view, group, arm)]
+def _result(view: View, group: Group, arm: ArmResult) -> Row:
+    runs = view.words("table.runs", lr=numbers.learning_rate(arm.lr), n=len(arm.values))
+    row: list[str | TableCell] = [name_cell(view, arm.method, runs), _mean_cell(view, group, arm)]
     if group.metric == "perplexity":
-        cells.append(Cell(numbers.fixed(bits(arm.records, "test"), 3)))
+        row.append(view.bits(arm.records))
     comparison = view.comparison(group, arm.method)
     if comparison is None:
-        return [*cells, Cell(""), Cell(view.words("verdict.reference"), tone="quiet")]
+        return [*row, "", TableCell(view.words("verdict.reference_arm"), tone="quiet")]
     p = f"p {numbers.equals(comparison.p_holm)}" if comparison.p_holm is not None else ""
-    verdict = Cell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
+    verdict = TableCell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
     if comparison.paired is None:
-        return [*cells, NOTHING, verdict]
+        return [*row, numbers.NOTHING, verdict]
     paired, digits = comparison.paired, view.digits(comparison)
     span = "" if paired.low is None else view.span(paired.low, paired.high, digits)
-    return [*cells, Cell(numbers.signed(paired.mean, digits), span), verdict]
+    return [*row, TableCell(numbers.signed(paired.mean, digits), span), verdict]
 
 
-def _mean_cell(view: View, group: Group, arm: Arm) -> Cell:
+def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
     """The mean over the seeds, and its interval below."""
-    interval = view.interval(group, arm)
+    interval = arm.interval
     if interval is None:
-        return NOTHING
+        return numbers.NOTHING
     digits = view.arm_digits(group, interval)
     mean = view.value(group, interval.mean, digits)
     if interval.low is None or interval.high is None:
-        return Cell(mean)
+        return mean
     ends = [interval.low, interval.high]
-    if group.kind == "share":  # a t interval knows nothing of 0 and 1
+    if group.kind == "share":  # a t interval is not limited to 0 and 1
         ends = [min(max(end, 0.0), 1.0) for end in ends]
-    return Cell(mean, view.words.range(*(view.value(group, end, digits) for end in ends)))
-
-
-def _trivial(view: View, group: Group, name: str, metrics: dict[str, Any]) -> list[Cell]:
-    values = [view.value(group, metrics[group.metric])]
-    if group.metric == "perplexity":
-        values.append(numbers.fixed(metrics.get("bits_per_byte"), 3))
-    first = Cell(view.words.name("trivial", name), view.words("table.trivial"), tone="quiet")
-    return [first, *(Cell(text, tone="quiet") for text in (*values, "", ""))]
-
-
-def _published(view: View, group: Group, experiment: Experiment, value: float) -> list[Cell]:
-    """A published figure: one run of another recipe, and it says so."""
-    config, words = experiment.config, view.words
-    note = words(
-        "table.published_note",
-        id=experiment.id,
-        rate=numbers.rate(config["training"]["lr"]),
-        split=words.name("split", str(experiment.published.get("split"))),
-    )
-    values = [view.value(group, value, 2 if group.kind == "share" else 1)]
-    if group.metric == "perplexity":
-        values.append(numbers.NOTHING)  # of how many bytes was not reported
-    first = Cell(words("table.published", method=config["method"]["name"]), note, tone="quiet")
-    return [first, *(Cell(text, tone="quiet") for text in (*values, "", ""))]
+    return TableCell(mean, view.words.range(*(view.value(group, end, digits) for end in ends)))
 
 
 def certainty(view: View) -> Table | None:
@@ -107,29 +92,29 @@ def certainty(view: View) -> Table | None:
     if not comparisons:
         return None
     several = len(view.analysis.groups) > 1
-    head = [
-        "n", words("table.mean_difference"), words("table.interval"), words("table.p_plain"),
-        words("table.p_holm"), words("table.margin"), words("table.interval90"),
-        words("table.p_equivalence"), words("table.items"), words("table.mcnemar"),
-    ]  # fmt: skip
+    names = (
+        "mean_difference", "interval", "p_plain", "p_holm", "margin", "interval90", "p_equivalence", "items",
+        "mcnemar",
+    )  # fmt: skip
+    head = ["n", *(words(f"table.{name}") for name in names)]
     rows = [_tests(view, comparison) for comparison in comparisons]
     if len(comparisons) <= SIDE_BY_SIDE:
-        names = [f"{view.label(c.group)}: {c.method}" if several else c.method for c in comparisons]
-        turned = [[Cell(name), *row] for name, row in zip(head, zip(*rows, strict=True), strict=True)]
-        return Table(["", *names], turned, "l" + "r" * len(names))
-    named = [
-        [*([Cell(view.label(c.group))] if several else []), name_cell(view, c.method), *row]
+        labels = [f"{view.label(c.group)}: {c.method}" if several else c.method for c in comparisons]
+        columns = zip(head, *rows, strict=True)
+        return make_table(["", *labels], [list(column) for column in columns])
+    named: list[Row] = [
+        [*([view.label(c.group)] if several else []), name_cell(view, c.method), *row]
         for c, row in zip(comparisons, rows, strict=True)
     ]
     first = [*([words("table.task")] if several else []), words("table.method")]
-    return Table([*first, *head], named, "l" * len(first) + "r" * len(head))
+    return make_table([*first, *head], named, left=range(len(first)))
 
 
-def _tests(view: View, comparison: Comparison) -> list[Cell]:
+def _tests(view: View, comparison: Comparison) -> list[str]:
     paired, equivalence, items = comparison.paired, comparison.equivalence, comparison.items
     assert paired is not None
     digits = view.digits(comparison)
-    texts = [
+    return [
         str(paired.n),
         view.amount(comparison.group, numbers.signed(paired.mean, digits)),
         view.span(paired.low, paired.high, digits),
@@ -137,67 +122,52 @@ def _tests(view: View, comparison: Comparison) -> list[Cell]:
         numbers.p_value(comparison.p_holm),
         f"±{equivalence.margin:g}" if equivalence else numbers.NOTHING,
         view.span(equivalence.low, equivalence.high, digits) if equivalence else numbers.NOTHING,
-        numbers.p_value(equivalence.p) if equivalence else numbers.NOTHING,
+        numbers.p_value(equivalence.p if equivalence else None),
         view.span(items.low, items.high, digits) if items else numbers.NOTHING,
-        numbers.p_value(comparison.mcnemar.p) if comparison.mcnemar else numbers.NOTHING,
+        numbers.p_value(comparison.mcnemar.p if comparison.mcnemar else None),
     ]
-    return [Cell(text) for text in texts]
 
 
 def across(view: View) -> Table:
-    words = view.words
-    head = [words("table.method"), words("table.tasks"), words("table.iqm"), words("table.improvement")]
-    rows = []
+    """Every method over all tasks."""
+    head = [view.words(f"table.{name}") for name in ("method", "tasks", "iqm", "improvement")]
+    rows: list[Row] = []
     for entry in view.analysis.across:
         iqm, chance = entry.interquartile_mean, entry.probability_of_improvement
         digits = numbers.digits_for(iqm.low, iqm.high)
-        percent = [None if end is None else 100 * end for end in (chance.low, chance.high)]
-        ends = words.range(*(numbers.fixed(end, 0) for end in percent))
-        rows.append(
-            [
-                name_cell(view, entry.method),
-                Cell(str(entry.tasks)),
-                Cell(_with(view, numbers.signed(iqm.value, digits), view.span(iqm.low, iqm.high, digits))),
-                Cell(_with(view, f"{100 * chance.value:.0f} %", ends if percent[0] is not None else "")),
-            ]
-        )
-    return Table(head, rows, "lrrr")
+        ends = ""
+        if chance.low is not None and chance.high is not None:
+            ends = view.words.range(*(numbers.fixed(100 * end, 0) for end in (chance.low, chance.high)))
+        mean = view.with_detail(numbers.signed(iqm.value, digits), view.span(iqm.low, iqm.high, digits))
+        share = view.with_detail(f"{100 * chance.value:.0f} %", ends)
+        rows.append([name_cell(view, entry.method), str(entry.tasks), mean, share])
+    return make_table(head, rows)
 
 
-def _with(view: View, text: str, detail: str) -> str:
-    if not detail or detail == numbers.NOTHING:
-        return text
-    return view.words("list.with", name=text, detail=detail)
-
-
-def rates(view: View, group: Group) -> Table | None:
-    """The mean validation score of every rate, how wide the good range is, and how fast it was learned."""
-    words = view.words
-    grid = sorted({lr for arm in group.arms.values() for lr in arm.rates})
+def learning_rates(view: View, group: Group) -> Table | None:
+    """The mean validation score of every learning rate, the good range, and the area under the curve."""
+    words, grid = view.words, group.tried_lrs
     if not grid and not any(arm.area() for arm in group.arms.values()):
         return None
-    head = [
-        words("table.method"), *map(numbers.rate, grid), *([words("table.range")] if len(grid) > 1 else []),
-        *([words("table.lost", unit=view.unit(group))] if len(grid) > 1 else []), words("table.area"),
-    ]  # fmt: skip
-    rows = []
+    head = [words("table.method"), *map(numbers.learning_rate, grid)]
+    if len(grid) > 1:
+        head += [words("table.range"), words("table.lost", unit=view.unit(group))]
+    rows: list[Row] = []
     for arm in group.arms.values():
-        row = [name_cell(view, arm.method)]
+        row: list[str | TableCell] = [name_cell(view, arm.method)]
         for lr in grid:
             text = _trial(view, group, arm, lr)
-            row.append(Cell(f"{text}\u00a0✓" if arm.chosen and lr == arm.lr else text))
+            row.append(f"{text}\u00a0✓" if arm.chosen and lr == arm.lr else text)
         if len(grid) > 1:
             row += _robustness(view, group, arm)
-        row.append(Cell(view.value(group, arm.area(), 1)))
-        rows.append(row)
-    title = view.label(group) if len(view.analysis.groups) > 1 else ""
-    return Table(head, rows, "l" + "r" * (len(head) - 1), title)
+        rows.append([*row, view.value(group, arm.area(), 1)])
+    return make_table([*head, words("table.area")], rows, view.title(group))
 
 
-def _trial(view: View, group: Group, arm: Arm, lr: float) -> str:
-    if lr not in arm.rates:
+def _trial(view: View, group: Group, arm: ArmResult, lr: float) -> str:
+    if lr not in arm.lr_scores:
         return numbers.NOTHING
-    score = arm.rates[lr]
+    score = arm.lr_scores[lr]
     if any(cell.lr == lr for cell in arm.unevaluated):
         return view.words("table.unevaluated")
     if score is None:
@@ -205,107 +175,92 @@ def _trial(view: View, group: Group, arm: Arm, lr: float) -> str:
     text = view.value(group, score, 1)
     if group.metric != "perplexity":
         return text
-    own = bits(tuple(record for record in arm.trials if record.lr == lr), "best")
-    return _with(view, text, numbers.fixed(own, 3))
+    return view.with_detail(text, view.bits([r for r in arm.trials if r.lr == lr], "best"))
 
 
-def _robustness(view: View, group: Group, arm: Arm) -> list[Cell]:
-    found = arm.robustness(group.larger_is_better, group.tolerance)
-    if found is None:
-        return [NOTHING, NOTHING]
-    span = view.words.range(numbers.rate(found.low), numbers.rate(found.high))
-    if found.low == found.high:
-        span = numbers.rate(found.low)
-    if found.lost is None:
-        return [Cell(span), Cell(view.words.name("unknown", str(found.lost_unknown)), tone="quiet")]
-    # A perplexity's loss is told in per cent of the best, as every other difference of it is.
-    lost = found.lost if group.kind == "share" else found.lost / found.best_score
-    return [Cell(span), Cell(numbers.fixed(100 * lost, 1))]
+def _robustness(view: View, group: Group, arm: ArmResult) -> Row:
+    robustness = arm.robustness(group.larger_is_better, group.tolerance)
+    if robustness is None:
+        return [numbers.NOTHING, numbers.NOTHING]
+    low, high = numbers.learning_rate(robustness.low), numbers.learning_rate(robustness.high)
+    span = low if robustness.low == robustness.high else view.words.range(low, high)
+    if robustness.lost is None:
+        return [span, TableCell(view.words.name("unknown", str(robustness.lost_unknown)), tone="quiet")]
+    # For a perplexity in per cent of the best, as all its differences.
+    lost = robustness.lost if group.kind == "share" else robustness.lost / robustness.best_score
+    return [span, numbers.fixed(100 * lost, 1)]
 
 
 def cost(view: View, group: Group) -> Table | None:
-    """Parameters, time and memory of the measured runs (of the trials, where nothing is measured yet)."""
-    words = view.words
-    head = [
-        words("table.method"), words("table.total"), words("table.trainable"), words("table.frozen"),
-        words("table.step_time"), words("table.train_time"), words("table.memory"),
-    ]  # fmt: skip
-    rows = []
+    """Parameters, time and memory of the measured runs (of the trials, if nothing is measured yet)."""
+    names = ("method", "total", "trainable", "frozen", "step_time", "train_time", "memory")
+    rows: list[Row] = []
     for arm in group.arms.values():
         runs = arm.records or tuple(r for r in arm.trials if r.completed)
         if not runs:
             continue
         parameters = runs[0].results.get("parameters") or {}
         frozen, total = parameters.get("frozen"), parameters.get("total")
-        share = _with(view, numbers.count(frozen), f"{100 * frozen / total:.1f} %") if frozen else "0"
+        share = view.with_detail(numbers.count(frozen), f"{100 * frozen / total:.1f} %") if frozen else "0"
+        # On a CPU a record holds only the peak of its process, and a process trains many runs.
+        on_cpu = any(record.environment.get("device") == "cpu" for record in runs)
         rows.append(
             [
                 name_cell(view, arm.method),
-                Cell(numbers.count(total)),
-                Cell(numbers.count(parameters.get("trainable"))),
-                Cell(share),
-                Cell(numbers.time_of(arm.step_time())),
-                Cell(numbers.time_of(_mean(runs, "train_time_s"))),
-                Cell(numbers.memory(_memory(runs))),
+                numbers.count(total),
+                numbers.count(parameters.get("trainable")),
+                share,
+                numbers.time_of(arm.step_time()),
+                numbers.time_of(mean_result(runs, "train_time_s")),
+                numbers.memory(None if on_cpu else mean_result(runs, "peak_memory_bytes")),
             ]
         )
-    return Table(head, rows, "l" + "r" * 6, _title(view, group)) if rows else None
-
-
-def _memory(records: Sequence[Record]) -> float | None:
-    """On a CPU a record knows only the most its process ever took, and a process trains many runs."""
-    if any(record.environment.get("device") == "cpu" for record in records):
-        return None
-    return _mean(records, "peak_memory_bytes")
-
-
-def _mean(records: Iterable[Record], name: str) -> float | None:
-    found = [value for record in records if (value := record.results.get(name)) is not None]
-    return fmean(found) if found else None
+    return (
+        make_table([view.words(f"table.{name}") for name in names], rows, view.title(group)) if rows else None
+    )
 
 
 def raw(view: View, group: Group) -> Table | None:
-    """The test score of every seed and method, and the differences the comparison rests on."""
+    """The test score of every seed and method, and the differences that are compared."""
     arms = [arm for arm in group.arms.values() if arm.records]
     if not arms:
         return None
     comparisons = [c for arm in arms if (c := view.comparison(group, arm.method)) is not None]
     head = [
         view.words("table.seed"), *(arm.method for arm in arms),
-        *(view.words("table.minus", method=c.method, reference=group.reference) for c in comparisons),
+        *(view.words("table.minus", method=c.method, reference_arm=group.reference_arm) for c in comparisons),
     ]  # fmt: skip
-    rows = []
-    for seed in sorted({seed for arm in arms for seed in arm.seeds}):
-        row = [Cell(str(seed)), *(Cell(_of_seed(view, group, arm, seed)) for arm in arms)]
-        for c in comparisons:
-            by_seed = dict(zip(c.seeds, c.differences, strict=True))
-            row.append(Cell(numbers.signed(by_seed.get(seed), 2)))
-        rows.append(row)
-    return Table(head, rows, "r" * len(head), _title(view, group))
+    differences = [dict(zip(c.seeds, c.differences, strict=True)) for c in comparisons]
+    rows = [
+        [
+            str(seed),
+            *(_of_seed(view, group, arm, seed) for arm in arms),
+            *(numbers.signed(by_seed.get(seed), 2) for by_seed in differences),
+        ]
+        for seed in sorted({seed for arm in arms for seed in arm.seeds})
+    ]
+    return make_table(head, rows, view.title(group), left=())
 
 
-def _of_seed(view: View, group: Group, arm: Arm, seed: int) -> str:
+def _of_seed(view: View, group: Group, arm: ArmResult, seed: int) -> str:
     texts = []
-    for record in arm.records:
-        if record.seed != seed:
-            continue
+    for record in [record for record in arm.records if record.seed == seed]:
         text = view.value(group, record.test, 2)
         if group.metric == "perplexity":
-            text = _with(view, text, numbers.fixed(bits((record,), "test"), 3))
-        texts.append(text if arm.lr is not None else f"{text} @ {numbers.rate(record.lr)}")
+            text = view.with_detail(text, view.bits([record]))
+        texts.append(text if arm.lr is not None else f"{text} @ {numbers.learning_rate(record.lr)}")
     return view.words.items(texts) or numbers.NOTHING
 
 
 def trials(view: View, group: Group) -> Table | None:
-    """Every trial of the choice, where a rate was tried with more than one seed."""
-    grid = sorted({lr for arm in group.arms.values() for lr in arm.rates})
+    """Every trial, if a learning rate was tried with more than one seed."""
     if all(len({r.seed for r in arm.trials}) < 2 for arm in group.arms.values()):
         return None
-    rows = []
+    rows: list[Row] = []
     for arm in group.arms.values():
-        cells = []
-        for lr in grid:
-            scores = [r.validation for r in sorted(arm.trials, key=lambda r: r.seed) if r.lr == lr]
-            cells.append(Cell(view.words.items(view.value(group, score, 2) for score in scores)))
-        rows.append([name_cell(view, arm.method), *cells])
-    return Table([view.words("table.method"), *map(numbers.rate, grid)], rows, "l" + "r" * len(grid))
+        by_seed = sorted(arm.trials, key=lambda r: r.seed)
+        scores = [
+            [view.value(group, r.validation, 2) for r in by_seed if r.lr == lr] for lr in group.tried_lrs
+        ]
+        rows.append([name_cell(view, arm.method), *map(view.words.items, scores)])
+    return make_table([view.words("table.method"), *map(numbers.learning_rate, group.tried_lrs)], rows)

@@ -1,16 +1,16 @@
-"""What all parts of a report share: names, colours, and how values of a setting are written."""
+"""What all parts of a report share: names, colours, and the format of scores and differences."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from oelm.study import statistics
 from oelm.study.catalogue import Experiment, list_experiments
-from oelm.study.records import Record
+from oelm.study.records import Record, mean_metric
 from oelm.study.report import numbers
 from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, Arm, Comparison, Group
+from oelm.study.result_types import Analysis, Comparison, Group
 
 
 class View:
@@ -21,37 +21,44 @@ class View:
 
     @cached_property
     def colours(self) -> dict[str, int]:
-        """Method -> the number of its colour, the same in every figure and table."""
+        """Method -> the number of its colour in every figure and table."""
         names = dict.fromkeys(method for group in self.analysis.groups for method in group.arms)
         return {name: place for place, name in enumerate(names)}
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Setting -> what to call it: the task, and as much else as tells it from the others."""
+        """Setting -> its label: the task, and whatever distinguishes it from the others."""
         groups = self.analysis.groups
         models = {group.model for group in groups}
         names = {
             group.setting: f"{task_name(group)}, {group.model}" if len(models) > 1 else task_name(group)
             for group in groups
         }
-        default = self.words("list.default")
-        found = {}
+        labels = {}
         for group in groups:
             name = names[group.setting]
             alike = [other for other in groups if names[other.setting] == name]
             if len(alike) > 1:
-                name = f"{name} ({_particular(group, alike, default)})"
-            found[group.setting] = name
-        return found
+                name = f"{name} ({_distinction(group, alike, self.words('list.default'))})"
+            labels[group.setting] = name
+        return labels
 
     def label(self, group: Group) -> str:
         return self.labels[group.setting]
+
+    def title(self, group: Group) -> str:
+        """The label, if there is another setting to tell it from."""
+        return self.label(group) if len(self.analysis.groups) > 1 else ""
+
+    def with_detail(self, text: str, detail: str) -> str:
+        """The text with a detail in brackets, if there is one."""
+        return self.words("list.with", name=text, detail=detail) if detail.strip(numbers.NOTHING) else text
 
     def metric(self, group: Group) -> str:
         return self.words.name("metric", group.metric)
 
     def unit(self, group: Group, amount: str = "") -> str:
-        """What differences are counted in: points or per cent."""
+        """The unit of differences: points or per cent."""
         if group.kind == "perplexity":
             return "%"
         return self.words("unit.point" if amount in ("1", "1.0") else "unit.points")
@@ -61,10 +68,10 @@ class View:
         return self.words("unit.amount", amount=text, unit=self.unit(group, text))
 
     def value(self, group: Group, value: float | None, digits: int = 1) -> str:
-        """A score as it stands in tables: per cent, or a perplexity."""
+        """A score in a table: per cent, or a perplexity."""
         if group.kind == "share":
             return numbers.fixed(None if value is None else 100 * value, digits)
-        # Two decimals tell perplexities of 4 and of 400 apart; those of early steps need none.
+        # Perplexities of early steps are large and need no decimals.
         return numbers.fixed(value, 0 if value is not None and value >= 1000 else digits + 1)
 
     def quantity(self, group: Group, value: float | None, digits: int = 1) -> str:
@@ -72,15 +79,16 @@ class View:
         text = self.value(group, value, digits)
         return f"{text} %" if group.kind == "share" else text
 
-    def interval(self, group: Group, arm: Arm) -> statistics.Interval | None:
-        return statistics.interval(arm.values) if arm.values else None
+    def bits(self, records: Sequence[Record], part: str = "test") -> str:
+        """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
+        return numbers.fixed(mean_metric(records, part, "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
         paired = comparison.paired
         return numbers.digits_for(paired.low, paired.high) if paired else 1
 
     def arm_digits(self, group: Group, interval: statistics.Interval) -> int:
-        """Of an arm's mean: as many as its interval deserves; perplexities have significant figures."""
+        """Decimals of an arm's mean, as many as its interval supports."""
         if group.kind == "perplexity" or interval.low is None or interval.high is None:
             return 1
         return numbers.digits_for(100 * interval.low, 100 * interval.high)
@@ -109,42 +117,30 @@ class View:
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
         """The published experiments on this task with this model, and their figure on its metric."""
-        found = []
+        pairs = []
         for experiment in self._published:
             config, figures = experiment.config, experiment.published
             value = figures.get(group.metric, figures.get(f"best_{group.metric}"))
             same = (config["task"]["name"], config["model"]["name"]) == (group.task, group.model)
             if same and value is not None:
-                found.append((experiment, float(value)))
-        return found
-
-
-def bits(records: tuple[Record, ...], split: str) -> float | None:
-    """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
-    found = [
-        value
-        for record in records
-        if (value := ((record.results.get(split) or {}).get("metrics") or {}).get("bits_per_byte"))
-        is not None
-    ]
-    return fmean(found) if found else None
+                pairs.append((experiment, float(value)))
+        return pairs
 
 
 def task_name(group: Group) -> str:
-    """A user's file by its name: `my.csv` is clearer than the task `my` that was made of it."""
+    """The task, or the name of a user's data file: `my.csv` is clearer than the task `my`."""
     data = group.records[0].config.task.data if group.records else None
     file = Path(data).name if data else ""
     return file if Path(file).stem == group.task else group.task
 
 
-def _particular(group: Group, others: list[Group], default: str) -> str:
-    """The settings that tell a group from others of its task: `dropout=0.1`."""
-    known = [_settings(other) for other in others]
-    own = _settings(group)
-    keys = dict.fromkeys(key for settings in known for key in settings)
-    differing = [key for key in keys if len({str(settings.get(key)) for settings in known}) > 1]
-    words = [f"{key.split('.')[-1]}={own.get(key, default)}" for key in differing]
-    return ", ".join(words) if words else group.setting[:6]
+def _distinction(group: Group, alike: list[Group], default: str) -> str:
+    """The keys of the config that distinguish a group from others of its task: `dropout=0.1`."""
+    configs, config = [_settings(other) for other in alike], _settings(group)
+    keys = dict.fromkeys(key for values in configs for key in values)
+    differing = [key for key in keys if len({str(values.get(key)) for values in configs}) > 1]
+    texts = [f"{key.split('.')[-1]}={config.get(key, default)}" for key in differing]
+    return ", ".join(texts) or group.setting[:6]
 
 
 def _settings(group: Group) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""What a launcher does: start runs, report those that have ended, ask all of them to stop."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oelm.config import RunConfig
+    from oelm.study.design import StudyConfig
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """One run to train: its config, the folder of its prepared dataset, and the folder for its record."""
+
+    config: "RunConfig"
+    dataset: Path
+    folder: Path
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that is no longer running, by its folder, which holds all its results.
+
+    `kind` is the kind of failure (`oelm.errors`), None for a run that was completed. `crowded`: memory was
+    short because other runs share it, and the launcher has made room, so the run can start again at once.
+    """
+
+    folder: Path
+    kind: str | None = None
+    reason: str = ""
+    log: Path | None = None
+    crowded: bool = False
+
+
+class Launcher(ABC):
+    """Trains runs somewhere. Results are read from the runs' folders, never passed back by a launcher."""
+
+    @abstractmethod
+    def __init__(self, table: "StudyConfig", memory_bytes: float, logs: Path) -> None: ...
+
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """How many runs it trains side by side."""
+
+    @abstractmethod
+    def start(self, job: RunJob) -> bool:
+        """Start a run; False if there is no place for it now. OSError if it could not be started."""
+
+    @abstractmethod
+    def poll(self, seconds: float) -> EndedRun | None:
+        """The next run that has ended, waiting up to so many seconds; None if there is none."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask every run to save a checkpoint and stop; `poll` then reports them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End whatever still runs."""

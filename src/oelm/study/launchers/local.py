@@ -1,0 +1,179 @@
+"""Runs on this machine: worker processes (`oelm.study.worker`), each training one run after another."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oelm.errors import OUTCOMES, UserError
+from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
+
+if TYPE_CHECKING:
+    from oelm.study.design import StudyConfig
+
+PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
+MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one run: the environment its process starts in."""
+
+    environment: dict[str, str]
+    processes: int = 1
+
+
+def slots_for(table: "StudyConfig", memory_bytes: float) -> list[Slot]:
+    """Places for runs that need this much memory each: on every GPU, or on the CPU's cores."""
+    import psutil
+    import torch
+
+    # Runs that each take all cores wait for one another: 15 on one GPU were several times slower for it.
+    environment = {"OMP_NUM_THREADS": str(table.threads)}
+    size = table.gpus_per_run
+    each = memory_bytes + PROCESS_BYTES
+    cores = len(os.sched_getaffinity(0))
+    count = torch.cuda.device_count()
+    if not count:
+        room = table.memory_gb * 1e9 or 0.8 * psutil.virtual_memory().available
+        jobs = table.jobs or max(1, min(cores // (table.threads * size), int(room // (each * size))))
+        if size > 1:
+            environment["ACCELERATE_USE_CPU"] = "1"
+        return [Slot(environment, size)] * jobs
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    if size > len(gpus):
+        raise UserError(f"study.gpus_per_run is {size}, but there are {len(gpus)} GPUs")
+    groups = [",".join(gpus[i : i + size]) for i in range(0, len(gpus) - size + 1, size)]
+    room = table.memory_gb * 1e9 or 0.8 * torch.cuda.mem_get_info()[0]
+    per_group = max(1, min(MOST_PER_GPU, cores // len(groups) // 2, int(room // each))) if size == 1 else 1
+    jobs = table.jobs or per_group * len(groups)
+    devices = [groups[i % len(groups)] for i in range(jobs)]
+    return [Slot(environment | {"CUDA_VISIBLE_DEVICES": device}, size) for device in devices]
+
+
+class WorkerProcess:
+    """One worker process, and the run it trains (None while it waits for one)."""
+
+    def __init__(self, slot: Slot, log: Path, answers: "queue.Queue[Any]") -> None:
+        self.slot, self.log = slot, log
+        self.job: RunJob | None = None
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "oelm.study.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                env=os.environ | slot.environment,
+                start_new_session=True,  # Ctrl-C is for the study, which tells its workers itself
+            )  # fmt: skip
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def _listen(self, answers: "queue.Queue[Any]") -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            answers.put((self, json.loads(line)))
+        answers.put((self, None))
+
+    def train(self, job: RunJob) -> None:
+        assert self.process.stdin is not None
+        self.job = job
+        values = {
+            "config": job.config.to_dict(),
+            "store": str(job.dataset),
+            "out": str(job.folder),
+            "processes": self.slot.processes,
+        }
+        with contextlib.suppress(BrokenPipeError):  # it has died: its listener says so
+            self.process.stdin.write(json.dumps(values) + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died before it had read its job
+            self.process.kill() if self.job else self.process.stdin.close()
+        self.process.wait()
+
+
+class LocalLauncher(Launcher):
+    """Worker processes on this machine, at most one for each slot."""
+
+    def __init__(self, table: "StudyConfig", memory_bytes: float, logs: Path) -> None:
+        self.slots, self.logs = slots_for(table, memory_bytes), logs
+        self.workers: list[WorkerProcess] = []
+        self.answers: queue.Queue[Any] = queue.Queue()  # (worker, what it says of its run; None: it died)
+        self.started = 0
+
+    @property
+    def places(self) -> int:
+        return len(self.slots)
+
+    def start(self, job: RunJob) -> bool:
+        worker = next((w for w in self.workers if w.job is None), None)
+        if worker is None:
+            if len(self.workers) >= len(self.slots):
+                return False
+            free = list(self.slots)
+            for busy in self.workers:
+                free.remove(busy.slot)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            worker = WorkerProcess(free[0], self.logs / f"worker-{self.started}.log", self.answers)
+            self.started += 1
+            self.workers.append(worker)
+        worker.train(job)
+        return True
+
+    def poll(self, seconds: float) -> EndedRun | None:
+        try:
+            worker, answer = self.answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        job, worker.job = worker.job, None
+        if job is None:
+            if answer is None and worker in self.workers:
+                self.workers.remove(worker)
+            return None
+        if answer is not None and answer["status"] == "completed":
+            return EndedRun(job.folder)
+        kind, reason = _cause(worker, answer)
+        if kind in OUTCOMES:
+            return EndedRun(job.folder, kind, reason)
+        # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
+        self.workers.remove(worker)
+        worker.close()
+        crowded = self._is_crowded(worker, kind)
+        if crowded:
+            self.slots.remove(worker.slot)
+        return EndedRun(job.folder, kind, reason, worker.log, crowded)
+
+    def _is_crowded(self, worker: WorkerProcess, kind: str) -> bool:
+        """Whether the memory that was not enough is shared with other runs."""
+        others = [w.slot for w in self.workers if w.job is not None]
+        return (kind == "memory" and bool(others)) or (kind == "gpu_memory" and worker.slot in others)
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            if worker.job is not None:
+                worker.process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, str]:
+    """The kind of a failure and its reason; a process that died has said neither."""
+    if answer is not None and answer["status"] == "interrupted":
+        return "process", f"its process was {answer['reason']}"
+    if answer is not None:
+        return str(answer["kind"]), str(answer["reason"])
+    code = worker.process.wait()
+    if code >= 0:
+        return "process", f"its process ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return "process", f"its process ended with signal {-code} ({signal.Signals(-code).name})"
+    return "process", f"its process ended with signal {-code}"
