@@ -21,7 +21,7 @@ import torch
 
 from oelm.bench.load import made_lengths, made_stream, made_texts
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.determinism import same_bits

@@ -36,7 +36,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import oelm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store, open_store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
 from oelm.study.statistics import equivalence

@@ -225,7 +225,7 @@ def scores_std(model):
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name != "oelm-gpt"])
-@pytest.mark.parametrize("method", ["oelm", "oelm-gaussian", "oelm.orthogonal", "oelm-q-only"])
+@pytest.mark.parametrize("method", ["oelm", "oelm-gaussian", "oelm-hadamard", "oelm-q-only"])
 def test_scores_have_unit_scale_in_the_familys_own_attention(name, method):
     model = build(name)
     for site in find_sites(model):
@@ -447,7 +447,7 @@ def test_an_overridden_preset_does_not_call_itself_by_the_presets_name():
 
 
 def test_two_models_of_one_config_are_two_models():
-    config = oelm.models.gpt_config("gpt-tiny", vocab_size=50)
+    config = oelm.gpt_config("gpt-tiny", vocab_size=50)
     one, other = oelm.OelmGPTForCausalLM(config), oelm.OelmGPTForCausalLM(config)
     oelm.convert(one, "baseline")
     oelm.convert(other, "oelm")

@@ -33,6 +33,8 @@ class TaskConfig:
     text_pair: str | None = None
     label: str = "label"
     target: str | None = None  # a text to be written for the text: sequence to sequence
+    kind: str | None = None  # of a file; None: seq2seq where there is a target, else classification
+    metric: str | None = None  # that decides, of a file; None: the one of its kind
     test_file: str | None = None
     train_on: str | None = None
     train_size: int | None = None
@@ -175,6 +177,7 @@ class RunConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     experiment: str | None = None
+    plugins: tuple[str, ...] = ()  # modules to import first: `oelm.system.plugins`
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -185,6 +188,8 @@ class RunConfig:
         values = _without_none(asdict(self))
         if self.arm == ArmConfig():
             del values["arm"]
+        if not self.plugins:
+            del values["plugins"]
         return values
 
     def identity(self, files: bool = True) -> dict[str, Any]:
@@ -192,6 +197,7 @@ class RunConfig:
         names of a user's `files`, where it is known that they hold the same."""
         values = self.to_dict()
         values.pop("arm", None)
+        values.pop("plugins", None)
         for name in () if files else ("data", "test_file"):
             values["task"].pop(name, None)
         for section, names in INCIDENTAL.items():
@@ -219,6 +225,7 @@ FLAGS = {
     "text_pair": "task.text_pair",
     "label": "task.label",
     "target": "task.target",
+    "kind": "task.kind",
     "test_file": "task.test_file",
     "train_size": "task.train_size",
     "train_on": "task.train_on",

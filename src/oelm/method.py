@@ -7,6 +7,7 @@ from typing import Any
 
 from oelm.errors import UserError
 from oelm.orthogonal import KINDS
+from oelm.system.plugins import Registry
 
 # What a parameter can be in a Transformer, whatever its architecture calls it.
 ROLES = ("q", "k", "v", "o", "ffn_in", "ffn_out", "embeddings", "norms")
@@ -149,34 +150,39 @@ def _start(kind: str, *roles: str) -> dict[str, str]:
 
 _PROJECTIONS = dict.fromkeys(("q", "k", "v", "o", "ffn_in", "ffn_out"), "all")
 
-PRESETS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("baseline"),
-        Method("frozen", freeze=_QK),
-        Method("oelm", start=_start("orthogonal", "q", "k"), freeze=_QK),
-        Method("oelm-fresh", start=_start("orthogonal", "q", "k"), init="fresh", freeze=_QK),
-        Method("oelm-polar", start=_start("polar", "q", "k"), freeze=_QK),
-        Method("oelm-polar-scaled", start=_start("polar", "q", "k"), gain="own", freeze=_QK),
-        Method("oelm-value-only", start=_start("orthogonal", "q", "k"), freeze=_QK, scores="constant"),
-        Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
-        Method("random-trainable", start=_start("normal", "q", "k")),
-        Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),
-        Method("oelm-global-trainable", start=_start("global", "q", "k")),
-        Method("oelm-gaussian", start=_start("gaussian", "q", "k"), freeze=_QK),
-        Method("oelm-hadamard", start=_start("hadamard", "q", "k"), freeze=_QK),
-        Method("oelm-trainable", start=_start("orthogonal", "q", "k")),
-        Method("oelm-q-only", start=_start("orthogonal", "q"), freeze={"q": "all"}),
-        Method("oelm-k-only", start=_start("orthogonal", "k"), freeze={"k": "all"}),
-        Method("oelm-qk-ffn", start=_start("orthogonal", "q", "k", "ffn_in", "ffn_out"), freeze=_QK | _FFN),
-        Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
-        Method("linear-probe", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}),
-        Method("norms-only", freeze=_PROJECTIONS | {"embeddings": "all"}),
-        Method("lora", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}, lora=8),
-        Method("top-1", freeze={"blocks": ":-1", "embeddings": "all"}),
-        Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
-    )
-}
+PRESETS: Registry[Method] = Registry(
+    "method",
+    {
+        method.name: method
+        for method in (
+            Method("baseline"),
+            Method("frozen", freeze=_QK),
+            Method("oelm", start=_start("orthogonal", "q", "k"), freeze=_QK),
+            Method("oelm-fresh", start=_start("orthogonal", "q", "k"), init="fresh", freeze=_QK),
+            Method("oelm-polar", start=_start("polar", "q", "k"), freeze=_QK),
+            Method("oelm-polar-scaled", start=_start("polar", "q", "k"), gain="own", freeze=_QK),
+            Method("oelm-value-only", start=_start("orthogonal", "q", "k"), freeze=_QK, scores="constant"),
+            Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
+            Method("random-trainable", start=_start("normal", "q", "k")),
+            Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),
+            Method("oelm-global-trainable", start=_start("global", "q", "k")),
+            Method("oelm-gaussian", start=_start("gaussian", "q", "k"), freeze=_QK),
+            Method("oelm-hadamard", start=_start("hadamard", "q", "k"), freeze=_QK),
+            Method("oelm-trainable", start=_start("orthogonal", "q", "k")),
+            Method("oelm-q-only", start=_start("orthogonal", "q"), freeze={"q": "all"}),
+            Method("oelm-k-only", start=_start("orthogonal", "k"), freeze={"k": "all"}),
+            Method(
+                "oelm-qk-ffn", start=_start("orthogonal", "q", "k", "ffn_in", "ffn_out"), freeze=_QK | _FFN
+            ),
+            Method("oelm-ffn-only", start=_start("orthogonal", "ffn_in", "ffn_out"), freeze=_FFN),
+            Method("linear-probe", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}),
+            Method("norms-only", freeze=_PROJECTIONS | {"embeddings": "all"}),
+            Method("lora", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}, lora=8),
+            Method("top-1", freeze={"blocks": ":-1", "embeddings": "all"}),
+            Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
+        )
+    },
+)
 
 # The reports' names, after lower-casing and '_' or ' ' -> '-'.
 ALIASES = {

@@ -13,7 +13,7 @@ from torch import Tensor
 import oelm
 from oelm.bench.load import made_texts
 from oelm.config import make_config
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import adamw as own_adamw
 from oelm.speed import cuda_graphs as fast

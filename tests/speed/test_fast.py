@@ -12,7 +12,7 @@ from oelm.bench.load import made_stream, made_texts
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import filled, round_up, round_width
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import cuda_graphs as fast
 from oelm.speed.bf16_copies import HalfWeights
@@ -302,7 +302,7 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     assert stepper.reads_ahead
     asked = []
     monkeypatch.setattr(
-        "oelm.data.tasks.objective.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
+        "oelm.data.tasks.base.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
     )
     batches = task.plan("train", 4, None, 1).epoch(0)
     for k in range(len(batches)):

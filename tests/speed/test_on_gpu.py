@@ -194,7 +194,7 @@ def stepper_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     """A step of training on some texts, and the batches to take it on."""
     from oelm.bench.load import made_texts
     from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
-    from oelm.data.tasks.objective import make_objective
+    from oelm.data.tasks import make_objective
     from oelm.models.build import build_model
     from oelm.training.parallel import process_state
     from oelm.training.stepper import make_stepper

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm.config import make_config
 from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed.adamw import coast
 from oelm.speed.live_rows import live_weights, set_aside

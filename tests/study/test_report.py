@@ -227,7 +227,7 @@ def test_nothing_to_compare_is_said():
     assert said([run("oelm", 1, 0.8)]) == "There is nothing to compare: every run that has ended is of oelm."
 
 
-def test_rates_and_trivial_references_are_the_second_sentence(study):
+def test_rates_and_trivial_baselines_are_the_second_sentence(study):
     second = answer(View(analyse(study), Words("en")))[1]
     assert "best for it on validation (baseline 0.0003, oelm 0.0003)" in second
     assert "TF-IDF + logistic regression reaches 90.1 %, ahead of all of them." in second

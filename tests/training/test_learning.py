@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oelm.config import make_config
-from oelm.data import Choice, load_task, read_references
+from oelm.data import Choice, load_task
 from oelm.data.preparation import split_chunks
-from oelm.data.tasks.metrics import question_answering
+from oelm.data.tasks.question_answering import answer_scores, means
 from oelm.errors import UserError
 from oelm.inference.trained import Trained
 from oelm.models.build import _load
@@ -138,9 +138,9 @@ def test_answers_are_learned(tmp_path):
     assert results["metric"] == "f1"
     assert results["test"]["metrics"]["f1"] > 0.8
     trained = Trained(tmp_path / "run")
-    known = [*read_references(trained.store({})["test"]).values()]
+    known = [*trained.store({})["test"].right_texts().values()]
     answers = [*trained.predict(f"which colour ?\t{record['context']}" for record in known)]
-    found = question_answering([record["answers"] for record in known], [a["answer"] for a in answers])
+    found = means(answer_scores([record["answers"] for record in known], [a["answer"] for a in answers]))
     assert found == pytest.approx({name: results["test"]["metrics"][name] for name in found})
     assert all(0 < a["score"] <= 1 for a in answers)
     long = "the colour is red and " + "so it goes " * 2000  # many windows, more than a batch of them

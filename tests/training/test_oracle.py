@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from benchmarks import oracle
 from oelm.config import RunConfig, make_config
 from oelm.data import Store, open_store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from tests.training.runs import make_store
 

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from oelm.config import make_config
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.errors import UserError
 from oelm.inference.trained import Trained, prepared_store
 from oelm.models.build import _refuse_seeing_ahead, build_model

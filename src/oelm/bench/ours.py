@@ -4,7 +4,7 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.training.parallel import process_state
 from oelm.training.stepper import make_stepper
@@ -29,8 +29,8 @@ class Ours(TrainingArm):
                 steps=run_steps, batch_size=batch_size, warmup=0, schedule="constant", lr=1e-4
             ),
         )
-        objective = make_objective(store, length, 0.0, "none")
-        raw, _ = build_model(config, store, objective.auto_class)
+        objective = make_objective(store, length)
+        raw, _ = build_model(config, store)
         self.stepper = make_stepper(config, objective, raw, state)
         self.stepper.model.train()
         plan = objective.plan("train", batch_size, None, config.training.seed)

@@ -27,6 +27,7 @@ def convert(
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field: method.gain=own")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="Print every head.")] = False,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Convert a checkpoint and save it, its task's head as it is, as an ordinary one of its family.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from oelm.cli.options import AsJson, MaxTargetLength, Target, new_folder
+from oelm.cli.options import AsJson, Kind, MaxTargetLength, Plugin, Target, new_folder
 from oelm.system.terminal import say
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
@@ -58,6 +58,8 @@ def inspect(
     tokenizer: TokenizerName = None,
     max_length: MaxLength = 512,
     max_target_length: MaxTargetLength = None,
+    kind: Kind = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
     """Class balance, lengths, truncation, duplicates.
@@ -82,6 +84,7 @@ def inspect(
         max_length,
         target,
         max_target_length,
+        kind,
     )
     store = choice.store(show_progress=not as_json)
     report = describe(store)
@@ -103,6 +106,8 @@ def prepare(
     tokenizer: TokenizerName = None,
     max_length: MaxLength = 512,
     max_target_length: MaxTargetLength = None,
+    kind: Kind = None,
+    plugin: Plugin = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Also copy the prepared folder here.", callback=new_folder)
     ] = None,
@@ -129,6 +134,7 @@ def prepare(
         max_length,
         target,
         max_target_length,
+        kind,
     )
     store = choice.store(show_progress=not as_json)
     if out is not None:

@@ -6,6 +6,13 @@ from typing import Annotated
 import typer
 
 from oelm.system.files import check_name
+from oelm.system.plugins import load_plugins
+
+
+def load(plugins: list[str] | None) -> list[str] | None:
+    """Callback of every --plugin: what a plugin adds is known before any other option is looked at."""
+    load_plugins(plugins or ())
+    return plugins
 
 
 def new_folder(path: Path | None) -> Path | None:
@@ -34,4 +41,13 @@ BatchSize = Annotated[int | None, typer.Option(help="Texts or windows in a batch
 BatchTokens = Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")]
 Precision = Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")]
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
+Kind = Annotated[str | None, typer.Option(help="Of the task: classification, regression, ...")]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A module with task kinds, families, methods or launchers: docs/extending.md.",
+        callback=load,
+        is_eager=True,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -12,6 +12,7 @@ import typer
 
 from oelm.cli import options as options
 from oelm.errors import AuditError, UserError
+from oelm.system.plugins import load_plugins
 from oelm.system.terminal import console, say
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def train(
     text_pair: options.TextPair = None,
     label: options.Label = None,
     target: options.Target = None,
+    kind: options.Kind = None,
     test_file: options.TestFile = None,
     train_size: options.TrainSize = None,
     train_on: options.TrainOn = None,
@@ -63,6 +65,7 @@ def train(
     stop_at_chance: Annotated[
         bool, typer.Option("--stop-at-chance", help="End a run that learns nothing.")
     ] = False,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Train one model and record everything.
@@ -77,6 +80,8 @@ def train(
     flags = {path: given[flag] for flag, path in FLAGS.items() if given[flag] is not None}
     if stop_at_chance:
         flags["training.stop_at_chance"] = True
+    if plugin:
+        flags["plugins"] = plugin
     run_config = resolve_config(experiment, config, flags, set_ or [])
     limit = seconds_of(stop_after) if stop_after is not None else None
     results = run_training(run_config, out or default_folder(run_config), overwrite, limit)
@@ -109,7 +114,9 @@ def resolve_config(
     merge(values, particular)
     if own and "name" in particular.get("model", {}) and "tokenizer" not in particular.get("task", {}):
         del values["task"]["tokenizer"]  # the model's own it was, and another model has another
-    return make_config(values, str(file) if file is not None else "options")
+    config = make_config(values, str(file) if file is not None else "options")
+    load_plugins(config.plugins)
+    return config
 
 
 def run_training(config: "RunConfig", out: Path, overwrite: bool, stop_after: float | None) -> dict[str, Any]:
@@ -198,6 +205,7 @@ def evaluate(
     label: options.Label = None,
     limit: Annotated[int | None, typer.Option(help="Classify so many items, not all.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
@@ -237,8 +245,9 @@ def predict(
     file: Annotated[
         typer.FileBinaryRead, typer.Argument(help="One text per line; - is standard input.")
     ] = "-",  # type: ignore[assignment]
+    plugin: options.Plugin = None,
 ) -> None:
-    """Labels, tags, answers or targets for lines of text, as JSONL. Pairs and questions: text, tab, text.
+    """Labels, numbers, tags, answers or targets for lines of text, as JSONL. Pairs: text, tab, text.
 
     Example: echo 'a fine film' | oelm predict runs/x
     """
@@ -267,6 +276,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    plugin: options.Plugin = None,
 ) -> None:
     """Let a language model go on from a prompt, or an encoder-decoder write a target for it.
 
@@ -280,7 +290,7 @@ def generate(
 
 
 @app.command()
-def audit(run: Run, as_json: options.AsJson = False) -> None:
+def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = False) -> None:
     """Check that a finished run's frozen weights never moved; exit code 1 where they did.
 
     Example: oelm audit runs/x

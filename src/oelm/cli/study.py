@@ -9,6 +9,7 @@ import typer
 from oelm.cli import options as options
 from oelm.cli.run import seconds_of
 from oelm.errors import RunError, UserError
+from oelm.system.plugins import load_plugins
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def study(
     text_pair: options.TextPair = None,
     label: options.Label = None,
     target: options.Target = None,
+    kind: options.Kind = None,
     test_file: options.TestFile = None,
     train_size: options.TrainSize = None,
     train_on: options.TrainOn = None,
@@ -57,6 +59,7 @@ def study(
         list[Path] | None, typer.Option("--import", help="Bring in another machine's records, then stop.")
     ] = None,
     lang: Annotated[str, typer.Option(help="Of the report: en or zh.")] = "en",
+    plugin: options.Plugin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Compare methods fairly: choose each one's rate on validation, then measure it with fresh seeds.
@@ -90,6 +93,7 @@ def report(
         Path | None,
         typer.Option("--publish", metavar="NEW", help="Write compact records into a new folder, then stop."),
     ] = None,
+    plugin: options.Plugin = None,
 ) -> None:
     """Report on a study or on runs: report.md and report.html in their folder.
 
@@ -127,7 +131,7 @@ def resolve_study(
     name: str | None, out: Path | None, given: dict[str, Any], assignments: list[str]
 ) -> "Study":
     """From the general to the particular: the study in the folder or by name, flags, --set."""
-    from oelm.config import FLAGS, from_assignment, merge, nest, update
+    from oelm.config import FLAGS, from_assignment, merge, nest, read_toml, update
     from oelm.study.design import make_study, read_study
     from oelm.study.folder import StudyFolder
 
@@ -146,12 +150,16 @@ def resolve_study(
     if name is not None:
         values = read_study(name)
     elif out is not None and (out / "study.toml").is_file():
+        load_plugins(read_toml(out / "study.toml").get("plugins", ()))
         values = StudyFolder(out).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
     particular: dict[str, Any] = {}
     for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
         update(particular, part)
+    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *(given["plugin"] or ())])]:
+        values["plugins"] = plugins
+    load_plugins(plugins)
     return make_study(merge(values, particular), name or "options")
 
 

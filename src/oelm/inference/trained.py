@@ -14,14 +14,16 @@ from oelm.audit import Audit, Fingerprint, audit
 from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Choice, Store
-from oelm.data.catalogue import LM, SEQ2SEQ
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective, task_kind
+from oelm.data.tasks.base import Layout
+from oelm.data.tasks.language_modeling import check_language_model
+from oelm.data.tasks.seq2seq import TargetReader, writes_targets
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
-from oelm.inference.generation_quality import Writing, check_language_model, generation_quality
-from oelm.inference.predict import Targets, answer_lines, check_one_label, writes
+from oelm.inference.generation_quality import Writing, generation_quality
+from oelm.inference.predict import answer_lines
 from oelm.inference.zero_shot import make_question, read_items, zero_shot
-from oelm.models.build import refuse_seq2seq
+from oelm.models.build import check_gpt
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
 from oelm.models.pretrained import load_as_saved, load_config
@@ -44,7 +46,7 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
     if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
         raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
     if task.target and model in PRESETS:  # known before anything is prepared
-        refuse_seq2seq(model, SEQ2SEQ)
+        check_gpt(model, task_kind("seq2seq"))
     tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
     return Choice(
         data=str(task.name or task.data),
@@ -52,6 +54,8 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
         text_pair=task.text_pair,
         label=task.label,
         target=task.target,
+        kind=task.kind,
+        metric=task.metric,
         test_file=task.test_file,
         train_size=task.train_size,
         split_seed=task.split_seed,
@@ -74,9 +78,14 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
     made_with = store.meta["tokenizer"]["name"]
     if task.train_size or task.train_on or task.test_file:
         raise UserError(f"{task.data} is prepared already: train_size, train_on and test_file come too late")
+    for key in ("kind", "metric"):
+        if getattr(task, key) not in (None, getattr(store, key)):
+            raise UserError(
+                f"{task.data} was prepared with {key} {getattr(store, key)}, not {getattr(task, key)}"
+            )
     if task.tokenizer and task.tokenizer != made_with:
         raise UserError(f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}")
-    if store.kind != "lm":
+    if not task_kind(store.kind).stream:  # a corpus is cut into windows when it is read
         if task.max_length not in (TaskConfig.max_length, store.max_length):
             raise UserError(
                 f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}"
@@ -130,12 +139,12 @@ class Trained:
     @property
     def writes(self) -> bool:
         """Whether the model reads a source and writes a target for it."""
-        return writes(self.model)
+        return writes_targets(self.model)
 
     def predict(
         self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
-        """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
+        """For each line what this kind of model says: a label, a number, tags, an answer or a target.
 
         Where the model reads pairs, or questions, a line is two texts with a tab between them. In the end it
         is said how many lines were empty, and how many too long.
@@ -164,10 +173,9 @@ class Trained:
         `show`: progress on stderr.
         """
         store = self.store(changes)
-        self._check_kind(store)
+        task_kind(store.kind).check_model(self.model, str(self.folder), store.task)
         agree_on_padding(self.model, self.tokenizer)
-        objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
-        objective.segments = takes_segments(self.model)
+        objective = make_objective(store, changes.get("max_length", self.max_length))
         if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
@@ -175,28 +183,17 @@ class Trained:
         precision, _ = resolve_precision("auto", self.device)
         display = Display(split, 0, 0, show, unit="batch")
         try:
-            measured = evaluate(
-                self.model, objective, split, autocast_of(precision, self.device), display.watch
-            )
+            layout = Layout(segments=takes_segments(self.model))
+            autocast = autocast_of(precision, self.device)
+            measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
         finally:
             display.close()
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
-    def _check_kind(self, store: Store) -> None:
-        if store.kind == LM:
-            check_language_model(self.model, "a corpus")
-            return
-        check_one_label(self.model)
-        if self.model.can_generate() and not self.writes:
-            raise UserError(
-                f"{self.folder} is a language model, and {store.task} has labels: fine-tune it with "
-                "`oelm train --model`, or ask it with --zero-shot"
-            )
-
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
         """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
         store = self.store(changes)
-        if store.kind != LM:
+        if not task_kind(store.kind).stream:
             raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
         window = changes.get("max_length", self.max_length)
         return generation_quality(self.model, self.tokenizer, store[split], window, writing)
@@ -234,7 +231,7 @@ class Trained:
             chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
-            reader = Targets(self.model, self.tokenizer, self.max_length)
+            reader = TargetReader(self.model, self.tokenizer, self.max_length)
             return str(next(reader.answers([prompt], **chosen))["target"])
         ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
         room = self._positions() - ids.shape[1]

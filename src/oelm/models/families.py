@@ -1,6 +1,6 @@
 """Where Q, K, V, O and the feed-forward network live in each architecture: a table, and its reader.
 
-To support another architecture, add a row under its `config.model_type`:
+To support another architecture, add a row under its `config.model_type`, in a plugin or in your own script:
 
     oelm.FAMILIES["my-bert"] = oelm.Family(
         attentions=(oelm.Attention("encoder.layer.*.attn", q="query", k="key", v="value", o="out"),),
@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from oelm.errors import UserError
 from oelm.method import Method, only_below, select_layers
 from oelm.models.fused import PARTS, SplitQKV, as_linear, part_view
+from oelm.system.plugins import Registry
 
 
 @dataclass(frozen=True)
@@ -81,72 +82,77 @@ _LLAMA = Family(
     ffn_out=("layers.*.mlp.down_proj",),
 )
 
-FAMILIES: dict[str, Family] = {
-    "oelm-gpt": Family(
-        attentions=(Attention("h.*.attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),),
-        ffn_in=("h.*.mlp.fc_in",),
-        ffn_out=("h.*.mlp.fc_out",),
-    ),
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "distilbert": Family(
-        attentions=(
-            Attention("transformer.layer.*.attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
+FAMILIES: Registry[Family] = Registry(
+    "family",
+    {
+        "oelm-gpt": Family(
+            attentions=(Attention("h.*.attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),),
+            ffn_in=("h.*.mlp.fc_in",),
+            ffn_out=("h.*.mlp.fc_out",),
         ),
-        ffn_in=("transformer.layer.*.ffn.lin1",),
-        ffn_out=("transformer.layer.*.ffn.lin2",),
-    ),
-    "modernbert": Family(
-        attentions=(Attention("layers.*.attn", qkv="Wqkv", o="Wo"),),
-        ffn_in=("layers.*.mlp.Wi",),
-        ffn_out=("layers.*.mlp.Wo",),
-    ),
-    "gpt2": Family(
-        attentions=(Attention("h.*.attn", qkv="c_attn", o="c_proj"),),
-        ffn_in=("h.*.mlp.c_fc",),
-        ffn_out=("h.*.mlp.c_proj",),
-    ),
-    "gpt_neox": Family(
-        attentions=(Attention("layers.*.attention", qkv="query_key_value", layout="per-head", o="dense"),),
-        ffn_in=("layers.*.mlp.dense_h_to_4h",),
-        ffn_out=("layers.*.mlp.dense_4h_to_h",),
-    ),
-    "t5": Family(
-        attentions=(
-            Attention("encoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
-            Attention("decoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
-            Attention("decoder.block.*.layer.1.EncDecAttention", q="q", k="k", v="v", o="o"),
+        "bert": _BERT,
+        "roberta": _BERT,
+        "xlm-roberta": _BERT,
+        "camembert": _BERT,
+        "distilbert": Family(
+            attentions=(
+                Attention("transformer.layer.*.attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
+            ),
+            ffn_in=("transformer.layer.*.ffn.lin1",),
+            ffn_out=("transformer.layer.*.ffn.lin2",),
         ),
-        ffn_in=(
-            "encoder.block.*.layer.1.DenseReluDense.wi",
-            "encoder.block.*.layer.1.DenseReluDense.wi_0",
-            "encoder.block.*.layer.1.DenseReluDense.wi_1",
-            "decoder.block.*.layer.2.DenseReluDense.wi",
-            "decoder.block.*.layer.2.DenseReluDense.wi_0",
-            "decoder.block.*.layer.2.DenseReluDense.wi_1",
+        "modernbert": Family(
+            attentions=(Attention("layers.*.attn", qkv="Wqkv", o="Wo"),),
+            ffn_in=("layers.*.mlp.Wi",),
+            ffn_out=("layers.*.mlp.Wo",),
         ),
-        ffn_out=(
-            "encoder.block.*.layer.1.DenseReluDense.wo",
-            "decoder.block.*.layer.2.DenseReluDense.wo",
+        "gpt2": Family(
+            attentions=(Attention("h.*.attn", qkv="c_attn", o="c_proj"),),
+            ffn_in=("h.*.mlp.c_fc",),
+            ffn_out=("h.*.mlp.c_proj",),
         ),
-        score_scale=1.0,
-    ),
-    "bart": Family(
-        attentions=(
-            _bart_attention("encoder.layers.*.self_attn", "encoder"),
-            _bart_attention("decoder.layers.*.self_attn", "decoder"),
-            _bart_attention("decoder.layers.*.encoder_attn", "decoder"),
+        "gpt_neox": Family(
+            attentions=(
+                Attention("layers.*.attention", qkv="query_key_value", layout="per-head", o="dense"),
+            ),
+            ffn_in=("layers.*.mlp.dense_h_to_4h",),
+            ffn_out=("layers.*.mlp.dense_4h_to_h",),
         ),
-        ffn_in=("encoder.layers.*.fc1", "decoder.layers.*.fc1"),
-        ffn_out=("encoder.layers.*.fc2", "decoder.layers.*.fc2"),
-    ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
+        "t5": Family(
+            attentions=(
+                Attention("encoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
+                Attention("decoder.block.*.layer.0.SelfAttention", q="q", k="k", v="v", o="o"),
+                Attention("decoder.block.*.layer.1.EncDecAttention", q="q", k="k", v="v", o="o"),
+            ),
+            ffn_in=(
+                "encoder.block.*.layer.1.DenseReluDense.wi",
+                "encoder.block.*.layer.1.DenseReluDense.wi_0",
+                "encoder.block.*.layer.1.DenseReluDense.wi_1",
+                "decoder.block.*.layer.2.DenseReluDense.wi",
+                "decoder.block.*.layer.2.DenseReluDense.wi_0",
+                "decoder.block.*.layer.2.DenseReluDense.wi_1",
+            ),
+            ffn_out=(
+                "encoder.block.*.layer.1.DenseReluDense.wo",
+                "decoder.block.*.layer.2.DenseReluDense.wo",
+            ),
+            score_scale=1.0,
+        ),
+        "bart": Family(
+            attentions=(
+                _bart_attention("encoder.layers.*.self_attn", "encoder"),
+                _bart_attention("decoder.layers.*.self_attn", "decoder"),
+                _bart_attention("decoder.layers.*.encoder_attn", "decoder"),
+            ),
+            ffn_in=("encoder.layers.*.fc1", "decoder.layers.*.fc1"),
+            ffn_out=("encoder.layers.*.fc2", "decoder.layers.*.fc2"),
+        ),
+        "llama": _LLAMA,
+        "mistral": _LLAMA,
+        "qwen2": _LLAMA,
+        "qwen3": _LLAMA,
+    },
+)
 
 
 @dataclass
@@ -220,7 +226,7 @@ def family_row(model_type: str) -> Family:
     if model_type not in FAMILIES:
         raise UserError(
             f"no table row for architecture {model_type!r}; supported: {', '.join(FAMILIES)}. To add one: "
-            f'oelm.FAMILIES["{model_type}"] = oelm.Family(...), as described in oelm/families.py'
+            f'oelm.FAMILIES["{model_type}"] = oelm.Family(...), as described in oelm/models/families.py'
         )
     return FAMILIES[model_type]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.tasks.objective import pinned
+from oelm.data.tasks.base import pinned
 
 try:
     from oelm.speed.kernels import adamw_triton

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
-from oelm.data.tasks.objective import Batch, Classification, Objective, pinned
+from oelm.data.tasks.base import Batch, Objective, pinned
 from oelm.models.attention import SelfAttention
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.models.gpt_block import FeedForward, Norm
@@ -57,7 +57,7 @@ def why_padded(config: RunConfig, objective: Objective, model: nn.Module, device
     """Why texts are padded in this run; None where they are packed end to end."""
     if not config.training.fast:
         return "training.fast is off"
-    if not isinstance(objective, Classification) or not isinstance(model, OelmGPTPreTrainedModel):
+    if not objective.kind.packable or not isinstance(model, OelmGPTPreTrainedModel):
         return "only classifiers of the reference GPT are packed"
     if device.type != "cuda":
         return "without a GPU padding to similar lengths is as fast"

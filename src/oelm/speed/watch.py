@@ -7,7 +7,7 @@ paths differ by more than the tolerance, float32 decides which of them errs.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,14 +128,13 @@ def numbers(
     weights = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(weights)
     loss = 0.0
-    before = objective.packed, objective.static, model.training
+    training = model.training
+    layout = replace(stepper.layout, round_widths=False, packed=stepper.layout.packed and not plain)
     try:
         model.eval()  # no dropout, and an embedding that trains in windows is whole
-        objective.static = False
-        objective.packed = objective.packed and not plain
         with plain_path(plain), torch.compiler.set_stance("force_eager"):
             for part in range(parts):
-                batch = objective.batch("train", batches.share(k, part, parts)).to(device)
+                batch = objective.batch("train", batches.share(k, part, parts), layout).to(device)
                 with torch.autocast(device.type, enabled=False) if precise else stepper.autocast():
                     value = objective.loss(model, batch) / count
                 grads = torch.autograd.grad(value, weights, allow_unused=True)
@@ -144,7 +143,6 @@ def numbers(
                     s if g is None else g if s is None else s + g for s, g in zip(sums, grads, strict=True)
                 ]
     finally:
-        objective.packed, objective.static = before[:2]
-        model.train(before[2])
+        model.train(training)
     norms = torch.stack([torch.linalg.vector_norm(s.float()) for s in sums if s is not None])
     return {"loss": loss, "grad_norm": float(torch.linalg.vector_norm(norms))}

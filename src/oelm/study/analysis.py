@@ -260,7 +260,7 @@ def _by_item(
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
     """The same difference over test items: from what was saved for each of them, where anything was."""
     a, b = _item_scores(group.metric, ours), _item_scores(group.metric, theirs)
-    if a is None or b is None or a.shape != b.shape:
+    if a is None or b is None or a.shape != b.shape or not group.larger_is_better:
         return None, None
     right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
     return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None

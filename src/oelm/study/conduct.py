@@ -18,7 +18,7 @@ from oelm.training.session import stopping
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from oelm.data.tasks.objective import Objective
+    from oelm.data.tasks.base import Objective
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
 MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
@@ -34,7 +34,7 @@ class Estimate:
 
 def prepare_settings(study: Study, show: bool) -> list[Setting]:
     """The data of every task with its trivial references, prepared and checked before anything is trained."""
-    from oelm.data.trivial_baselines import trivial_references
+    from oelm.data.trivial_baselines import trivial_baselines
     from oelm.inference.trained import prepared_store
     from oelm.models.build import default_model
     from oelm.training.parallel import process_state, resolve_precision
@@ -47,7 +47,7 @@ def prepare_settings(study: Study, show: bool) -> list[Setting]:
         store = prepared_store(config, show)
         for warning in store.warnings if show else ():
             say(f"note: {store.task}: {warning}", err=True)
-        trivial_references(store)  # computed once here, found in the cache by every run
+        trivial_baselines(store)  # computed once here, found in the cache by every run
         precision, _ = resolve_precision(config.training.precision, device)
         settings.append(Setting(study, config, store, precision))
     names = [setting.task for setting in settings]
@@ -72,14 +72,14 @@ def check_methods(settings: list[Setting]) -> None:
 
 def _built(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
     """The model of a run, on the CPU, and what it learns."""
-    from oelm.data.tasks.objective import make_objective
+    from oelm.data.tasks import make_objective
     from oelm.models.build import build_model
 
     training = config.training
     objective = make_objective(
         setting.store, config.task.max_length, training.label_smoothing, training.class_weights
     )
-    model, _ = build_model(config, setting.store, objective.auto_class)
+    model, _ = build_model(config, setting.store)
     return model, objective
 
 

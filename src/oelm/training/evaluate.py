@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from oelm.data.tasks.objective import Measured, Objective
+from oelm.data.tasks.base import PADDED, Layout, Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray
@@ -22,6 +22,7 @@ def evaluate(
     objective: Objective,
     split: str,
     autocast: Any,
+    layout: Layout = PADDED,
     watch: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
@@ -32,7 +33,7 @@ def evaluate(
     """
     state = process_state()
     tokens = TOKENS
-    if objective.store.kind in ("lm", "seq2seq"):
+    if objective.kind.predicts_tokens:
         tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
     plan = objective.plan(split, None, max(tokens, _longest(objective, split)), None)
     epoch = plan.epoch()
@@ -44,7 +45,7 @@ def evaluate(
         watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
         kept = len(items) > 0
-        batch = objective.batch(split, items if kept else epoch.batch(step)[:1]).to(state.device)
+        batch = objective.batch(split, items if kept else epoch.batch(step)[:1], layout).to(state.device)
         with autocast():
             loss, arrays = objective.outputs(model, batch)
         if kept:

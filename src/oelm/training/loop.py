@@ -19,7 +19,8 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.tasks.objective import Measured, make_objective
+from oelm.data.tasks import make_objective
+from oelm.data.tasks.base import Measured
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model, default_model
 from oelm.speed.live_rows import put_back
@@ -78,7 +79,7 @@ def _train(
     results.check_trackers(training.trackers)
     parallel.check_sharding(training.fsdp, state)
     with state.main_process_first():
-        raw, report = build_model(config, store, objective.auto_class)
+        raw, report = build_model(config, store)
     session = None
     try:
         if state.is_main_process:
@@ -214,8 +215,7 @@ def _check_finite(session: Session, recent: list[Taken]) -> float:
             progress.step -= len(undone)
             progress.samples -= sum(len(taken.items) for taken in undone)
             progress.tokens -= sum(taken.tokens for taken in undone)
-            split = session.store["train"]
-            ids = step.items if session.store.kind == "lm" else split.ids[step.items]
+            ids = session.objective.ids("train", step.items)
             what = bad or "another process met a number that is not finite"
             raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
@@ -262,7 +262,7 @@ def _evaluate(session: Session, epoch: float) -> bool:
             raise Interrupted(session.stop.reason)
 
     with plain_path(session.plain):
-        measured = evaluate(session.model, session.objective, split, session.autocast, watch)
+        measured = evaluate(session.model, session.objective, split, session.autocast, session.layout, watch)
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = session.objective.metric
@@ -355,7 +355,9 @@ def _finish(session: Session) -> dict[str, Any]:
     if training.test:
         watch = functools.partial(session.display.evaluating, "test")
         with plain_path(session.plain):
-            tested = evaluate(session.model, session.objective, "test", session.autocast, watch)
+            tested = evaluate(
+                session.model, session.objective, "test", session.autocast, session.layout, watch
+            )
     weights = (
         full_state(session.raw) if training.test else {}
     )  # every process takes part: shards are gathered

@@ -13,10 +13,9 @@ from accelerate.utils import LoggerType
 from torch import Tensor
 
 from oelm.config import RunConfig
-from oelm.data.catalogue import LM
-from oelm.data.tasks.objective import Objective
+from oelm.data.tasks.base import Objective
 from oelm.data.tokenizer import JOINER, Encoder
-from oelm.data.trivial_baselines import trivial_references
+from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
 from oelm.speed.watch import why_unwatched
@@ -44,11 +43,11 @@ def estimate(
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings().weight.numel()
-    multiplied = everything if objective.store.kind == "lm" else everything - embeddings
+    multiplied = everything if objective.kind.predicts_tokens else everything - embeddings
     text_config = model.config.get_text_config()
     width, layers = text_config.hidden_size, text_config.num_hidden_layers
     activations = on_device * width * layers * 40 * 4
-    if objective.store.kind in ("lm", "seq2seq"):
+    if objective.kind.predicts_tokens:
         activations += on_device * text_config.vocab_size * 3 * 4
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
@@ -94,7 +93,7 @@ def completed(session: "Session", test_metrics: dict[str, Any] | None) -> dict[s
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
     progress, metric = session.progress, session.objective.metric
     split = "validation" if test_metrics is None else "test"
-    references = trivial_references(session.store, ("validation",) if test_metrics is None else SPLITS)
+    references = trivial_baselines(session.store, ("validation",) if test_metrics is None else SPLITS)
     measured = (progress.best or {})["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
@@ -245,7 +244,8 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
 
 def save_model(session: "Session", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
-    session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))  # what `oelm predict` must know
+    session.raw.config.task_kind = session.store.kind  # what `oelm predict` must know
+    session.raw.config.text_pairs = bool(session.store.meta.get("pairs"))
     tokenizer = session.store.tokenizer()
     tokenizer.model_max_length = session.config.task.max_length  # longer texts it has never seen
     card = trained_card(session, results)
@@ -262,7 +262,11 @@ def trained_card(session: "Session", results: dict[str, Any]) -> str:
         if isinstance(value, int | float)
     )
     longest = session.config.task.max_length
-    cut = f"Windows of {longest} tokens." if store.kind == LM else f"Texts were cut at {longest} tokens."
+    cut = (
+        f"Windows of {longest} tokens."
+        if session.objective.kind.stream
+        else f"Texts were cut at {longest} tokens."
+    )
     if store.meta.get("pairs") and not Encoder(store.tokenizer(), store.max_length).has_pairs:
         cut += f" The texts of a pair are one: the first, `{JOINER}`, a space, the second."
     body = [

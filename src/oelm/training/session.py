@@ -12,7 +12,8 @@ from accelerate import PartialState
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import Objective, make_objective
+from oelm.data.tasks import make_objective
+from oelm.data.tasks.base import Objective
 from oelm.errors import Interrupted, UserError
 from oelm.models.build import build_model
 from oelm.speed.live_rows import live_weights
@@ -113,7 +114,7 @@ def start_session(
     if state.is_main_process:
         around = environment(state.device, state.num_processes)
         _compare(progress, arithmetic(around))
-    start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
+    start = notes_on_start(config.model.name or "", objective.kind, config.task.max_length)
     for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
         if text:
             progress.warn(text)
@@ -156,7 +157,7 @@ def fall_back(session: Session, step: int) -> None:
     objective = make_objective(
         session.store, config.task.max_length, training.label_smoothing, training.class_weights
     )
-    raw, _ = build_model(config, session.store, objective.auto_class)
+    raw, _ = build_model(config, session.store)
     stepper = make_stepper(on_the_plain_path(config), objective, raw.to(session.state.device), session.state)
     restore(Checkpoint(model, moments, {}), raw, stepper.optimizer)
     audit(raw, session.before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.data import Epoch
 from oelm.data.read_ahead import read_whole
-from oelm.data.tasks.objective import Batch, Objective
+from oelm.data.tasks.base import Batch, Layout, Objective
 from oelm.models.fit import takes_segments
 from oelm.speed import cuda_graphs as fast
 from oelm.speed.adamw import OwnAdamW, can_be_own
@@ -51,6 +51,7 @@ class Stepper:
     precision: str
     paths: fast.Paths
     total: int  # steps of the run
+    layout: Layout  # of its batches
     parameters: list[nn.Parameter]
     graphed: fast.GraphedStep | None = None  # the step as CUDA graphs, where it is
     windows: RowWindows | None = None  # that the embedding trains through, where it does
@@ -98,7 +99,7 @@ class Stepper:
         for micro in range(training.accumulate):
             part = micro * world + state.process_index
             items = batches.share(k, part, world * training.accumulate)
-            batch = self.objective.batch("train", items)
+            batch = self.objective.batch("train", items, self.layout)
             tokens += batch.tokens
             seed_step(training.seed, number, part, state.device)
             if self.graphed is not None:
@@ -134,12 +135,11 @@ class Stepper:
 def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: PartialState) -> Stepper:
     """Place the model, choose the fast paths it can take, wrap it, and give it an optimizer."""
     training = config.training
-    objective.segments = takes_segments(raw)
     precision, _ = parallel.resolve_precision(training.precision, state.device)
     # Masked cuDNN attention gives NaN gradients (attention.MASKED_KERNELS); this is for other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
     rows = None
-    if training.fast and not training.fsdp and objective.store.kind != "lm":
+    if training.fast and not training.fsdp and not objective.kind.stream:
         rows = set_aside(raw, objective.store.used_tokens())
     raw.to(state.device)
     if training.gradient_checkpointing:
@@ -155,7 +155,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         compiled=fast.compile_blocks(raw, total * plan.mean_tokens, config, state.device),
         rows=rows,
     )
-    objective.packed, objective.static = paths.padded is None, paths.eager is None
+    layout = Layout(paths.padded is None, round_widths=paths.eager is None, segments=takes_segments(raw))
     model = parallel.wrap(raw, state, training.fsdp)  # sharding replaces parameters: before the optimizer
     stepper = Stepper(
         config=config,
@@ -169,6 +169,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
         precision=precision,
         paths=paths,
         total=total,
+        layout=layout,
         plain=not training.fast,
         parameters=list(raw.parameters()),
         reads_ahead=not read_whole(objective.store["train"].tokens),
@@ -176,7 +177,7 @@ def make_stepper(config: RunConfig, objective: Objective, raw: Any, state: Parti
     short = list(live_weights(raw).values())
     # fp16 may skip a step, an encoder-decoder reads other tokens than its texts', and where tokens do not fit
     # into memory they are better read as they are needed.
-    plain = precision != "fp16" and objective.store.kind != "seq2seq" and not stepper.reads_ahead
+    plain = precision != "fp16" and not objective.kind.writes and not stepper.reads_ahead
     if short and plain and state.num_processes == 1:
         stepper.windows = make_windows(short[0], stepper.optimizer, objective.store, plan)
     if stepper.windows is not None:
