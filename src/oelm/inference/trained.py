@@ -162,6 +162,8 @@ class Trained:
                 "train_size": None,
                 "train_on": None,
             } | changes
+        if changes.get("name"):  # which a file's columns say nothing of
+            changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
         store = replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
         check_tokenizer(store, self.tokenizer, str(self.folder))

@@ -68,10 +68,8 @@ class RegressionObjective(Objective):
         }
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        mean, std = scale_of(model)
         logits = model(**batch.inputs).logits.float().squeeze(-1)
-        standardised = ((batch.targets["labels"] - mean) / std).float()
-        return F.mse_loss(logits, standardised, reduction="sum"), logits
+        return F.mse_loss(logits, standardised(model, batch), reduction="sum"), logits
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         scores = regression_metrics(arrays["labels"], arrays["predictions"])
@@ -83,6 +81,12 @@ def scale_of(model: nn.Module) -> tuple[float, float]:
     the labels as they are."""
     config: Any = unwrap(model).config
     return float(getattr(config, "label_mean", 0.0)), float(getattr(config, "label_std", 1.0))
+
+
+def standardised(model: nn.Module, batch: Batch) -> Tensor:
+    """The labels of a batch as the model learns them."""
+    mean, std = scale_of(model)
+    return ((batch.targets["labels"] - mean) / std).float()
 
 
 class NumberReader(TextReader):
@@ -196,10 +200,10 @@ def regression_metrics(labels: Any, predictions: Any) -> dict[str, float]:
     truth, predicted = np.asarray(labels, dtype=np.float64), np.asarray(predictions, dtype=np.float64)
     check_lengths(len(truth), len(predicted))
     a, b = truth - truth.mean(), predicted - predicted.mean()
-    spread = math.sqrt(float(a @ a) * float(b @ b))
+    varies = np.ptp(truth) > 0 and np.ptp(predicted) > 0  # the mean of equal numbers may be off by a rounding
     return {
         "rmse": math.sqrt(float(((truth - predicted) ** 2).mean())),
-        "pearson": float(a @ b) / spread if spread > 0 else 0.0,
+        "pearson": float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) if varies else 0.0,
     }
 
 
