@@ -71,7 +71,7 @@ class Steps:
         )  # fmt: skip
         with self.mode():
             objective = make_objective(store, store.max_length, 0.0, "none")
-            raw, _ = build_model(config, store, objective.auto_class)
+            raw, _ = build_model(config, store)
             self.stepper = make_stepper(config, objective, raw, self.state)
             self.stepper.model.train()
         self.batches = objective.plan("train", batch, None, 0).epoch(0)

@@ -139,7 +139,7 @@ class WarmedUpFromTheFirstStep(Trainer):
 
 def exported(config: RunConfig, store: Store) -> Any:
     """GPT-2 with the weights that our run starts from. Its attention biases, which ours has not, stay 0."""
-    model = oelm.to_gpt2(build_model(config, store, "AutoModelForCausalLM")[0])
+    model = oelm.to_gpt2(build_model(config, store)[0])
     for name, parameter in model.named_parameters():
         if name.endswith((".attn.c_attn.bias", ".attn.c_proj.bias")):
             parameter.requires_grad_(False)

@@ -278,7 +278,7 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
             }
         )
         task = make_objective(store, 32, 0.0, "none")
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         before = [p.detach().clone() for p in model.parameters()]
         made = stepper.make_stepper(settings, task, model, process_state())
         made.optimizer = make_optimizer(model, settings.training, graphed=True)

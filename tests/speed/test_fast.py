@@ -1,6 +1,7 @@
 """The fast paths compute what the plain ones do. Graphs need a GPU; all that surrounds them does not."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import filled, round_up, round_width
 from oelm.data.tasks import make_objective
+from oelm.data.tasks.base import Layout
 from oelm.models.build import build_model
 from oelm.speed import cuda_graphs as fast
 from oelm.speed.bf16_copies import HalfWeights
@@ -36,11 +38,8 @@ def config(**values):
     return make_config({"task": {"data": "x", "max_length": 32}, "model": model, "training": values})
 
 
-def objective(store, **attributes):
-    found = make_objective(store, 32, 0.0, "none")
-    for name, value in attributes.items():
-        setattr(found, name, value)
-    return found
+def objective(store):
+    return make_objective(store, 32)
 
 
 @given(st.integers(1, 1 << 20))
@@ -70,13 +69,12 @@ def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_packed_batches_have_the_losses_and_gradients_of_padded_ones(store, pooling):
     settings = config(model={"pooling": pooling})
-    model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
+    model, _ = build_model(settings, store)
     items = np.array([3, 50, 7, 200, 121])
     found = []
-    for attributes in ({}, {"static": True}, {"packed": True}, {"packed": True, "static": True}):
-        loss = objective(store, **attributes).loss(
-            model, objective(store, **attributes).batch("train", items)
-        )
+    task = objective(store)
+    for packed, round_widths in itertools.product((False, True), repeat=2):
+        loss = task.loss(model, task.batch("train", items, Layout(packed, round_widths)))
         loss.backward()
         found.append((loss.item(), model.transformer.wte.weight.grad.clone()))
         model.zero_grad()
@@ -89,10 +87,10 @@ def test_evaluation_of_packed_texts(store):
     from oelm.training.evaluate import evaluate
     from oelm.training.parallel import autocast_of
 
-    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    model, _ = build_model(config(), store)
     plain = autocast_of("fp32", torch.device("cpu"))
     padded = evaluate(model, objective(store), "test", plain)
-    packed = evaluate(model, objective(store, packed=True, static=True), "test", plain)
+    packed = evaluate(model, objective(store), "test", plain, Layout(packed=True, round_widths=True))
     assert padded.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-5)
     assert np.array_equal(padded.arrays["ids"], packed.arrays["ids"])
     np.testing.assert_allclose(padded.arrays["scores"], packed.arrays["scores"], rtol=1e-4, atol=1e-6)
@@ -109,7 +107,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     weights, losses = [], []
     for graphed in (False, True):
         task = objective(store)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         stepper = make_stepper(settings, task, model, process_state())
         if graphed:
             stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
@@ -123,7 +121,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
         assert float(loss) == pytest.approx(float(other_loss), rel=2e-3)
         assert float(norm) == pytest.approx(float(other_norm), rel=2e-2)
     moved = 0.0
-    fresh, _ = build_model(settings, store, task.auto_class)
+    fresh, _ = build_model(settings, store)
     for name, value in fresh.named_parameters():
         way = (weights[0][name] - value.detach()).norm()
         # Adam's first steps turn the rounding of tiny gradients into whole steps: few, so by the norm.
@@ -133,7 +131,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
 
 
 def test_half_precision_copies_hold_what_autocast_makes(store):
-    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    model, _ = build_model(config(), store)
     half = HalfWeights(model, torch.bfloat16)
     task = objective(store)
     batch = task.batch("train", np.arange(16))
@@ -169,7 +167,7 @@ def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which
         model.train()
         return stepper
 
-    model, _ = build_model(settings, store, task.auto_class)
+    model, _ = build_model(settings, store)
     stepper = made(model)
     before = [float(stepper.take_step(k, batches, k)[0]) for k in range(2)]
     with torch.no_grad():
@@ -204,21 +202,21 @@ def test_clipping_inside_the_optimizer_is_clipping():
 
 
 def test_padded_batches_have_round_widths(store):
-    task, lengths = objective(store, static=True), store["train"].lengths
+    task, lengths, layout = objective(store), store["train"].lengths, Layout(round_widths=True)
     shortest = np.argsort(lengths)[:4]
     for items in (shortest, np.arange(8)):
-        width = task.batch("train", items).inputs["input_ids"].shape[1]
+        width = task.batch("train", items, layout).inputs["input_ids"].shape[1]
         assert width == min(round_width(int(lengths[items].max())), store.max_length)
-    assert task.batch("validation", np.arange(2)).inputs["input_ids"].shape[1] <= store.max_length
+    assert task.batch("validation", np.arange(2), layout).inputs["input_ids"].shape[1] <= store.max_length
 
 
 def test_why_a_run_is_not_fast_is_said(store):
     task = objective(store)
-    model, _ = build_model(config(), store, task.auto_class)
+    model, _ = build_model(config(), store)
     assert fast.why_padded(config(), task, model, GPU) is None
     assert "GPU" in fast.why_padded(config(), task, model, torch.device("cpu"))
     assert "off" in fast.why_padded(config(fast=False), task, model, GPU)
-    dropped, _ = build_model(config(model={"attention_dropout": 0.1}), store, task.auto_class)
+    dropped, _ = build_model(config(model={"attention_dropout": 0.1}), store)
     assert "0.1" in fast.why_padded(config(), task, dropped, GPU)
     assert fast.why_eager(config(), model, 1, GPU, "bf16") is None
     assert "processes" in fast.why_eager(config(), model, 2, GPU, "bf16")
@@ -230,15 +228,15 @@ def test_why_a_run_is_not_fast_is_said(store):
 
 def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
     """What fills a batch may be no token of the data, and must have a row all the same."""
-    task = objective(store, packed=True, static=True)
+    task = objective(store)
     there = np.bincount(store["train"].tokens, minlength=store.vocab_size) > 0
     before, store.pad_id = store.pad_id, int(np.flatnonzero(~there)[0])
     try:
         there[store.pad_id] = True
         assert store.used_tokens()[store.pad_id]
-        model, _ = build_model(config(), store, task.auto_class)
+        model, _ = build_model(config(), store)
         assert set_aside(model, there) is not None
-        batch = task.batch("train", np.array([1, 2, 3]))
+        batch = task.batch("train", np.array([1, 2, 3]), Layout(packed=True, round_widths=True))
         assert (batch.inputs["input_ids"] == store.pad_id).any()
         assert task.loss(model, batch).isfinite()
     finally:
@@ -251,7 +249,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
     for recorded in (False, True):
         task = objective(store)
         settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         stepper = make_stepper(settings, task, model, process_state())
         if recorded:
             stepper.optimizer = make_optimizer(model, settings.training, graphed=True)
@@ -277,7 +275,7 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
     weights = []
     for fused in (True, False):
         task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         stepper = make_stepper(settings, task, model, process_state())
         for group in (stepper.optimizer.defaults, *stepper.optimizer.param_groups):
             group["fused"] = fused
@@ -295,7 +293,7 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     )
     settings = config(batch_size=4, steps=100)
     task = make_objective(store, 32, 0.0, "none")
-    model, _ = build_model(settings, store, task.auto_class)
+    model, _ = build_model(settings, store)
     assert not make_stepper(settings, task, model, process_state()).reads_ahead
     monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
     stepper = make_stepper(settings, task, model, process_state())

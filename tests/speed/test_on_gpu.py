@@ -211,7 +211,7 @@ def stepper_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
         ),
     )
     objective = make_objective(store, 128, 0.0, "none")
-    model, _ = build_model(config, store, objective.auto_class)
+    model, _ = build_model(config, store)
     stepper = make_stepper(config, objective, model, process_state())
     stepper.model.train()
     return stepper, objective.plan("train", 8, None, 1).epoch(0)

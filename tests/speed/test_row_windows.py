@@ -147,7 +147,7 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
             monkeypatch.setattr(stepper, "make_windows", lambda *_: None)
         objective = make_objective(store, 8, 0.0, "none")
         asked = config(clip=0)
-        raw, _ = build_model(asked, store, objective.auto_class)
+        raw, _ = build_model(asked, store)
         made = stepper.make_stepper(asked, objective, raw, process_state())
         raw.train()
         plan = objective.plan("train", 4, None, 1).epoch(0)

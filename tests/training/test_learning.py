@@ -10,6 +10,7 @@ import torch
 from oelm.config import make_config
 from oelm.data import Choice, load_task
 from oelm.data.preparation import split_chunks
+from oelm.data.tasks import task_kind
 from oelm.data.tasks.question_answering import answer_scores, means
 from oelm.errors import UserError
 from oelm.inference.trained import Trained
@@ -196,21 +197,21 @@ def test_dropout_of_any_architecture_is_a_function_of_the_step(dropout, tmp_path
 
 
 @pytest.mark.parametrize("family", [name for name in tiny.BUILDERS if name != "bert-decoder"])
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-def test_dropout_is_set_wherever_a_model_has_it(family, task, tmp_path):
+@pytest.mark.parametrize("kind", ["classification", "token-classification", "question-answering"])
+def test_dropout_is_set_wherever_a_model_has_it(family, kind, tmp_path):
     """In the body and in every task's head, whatever the family calls it."""
     import transformers
 
     known = tiny.build(family)
-    auto = f"AutoModelFor{task}"
-    named_otherwise = task == "QuestionAnswering" and family in ("llama", "qwen2", "qwen3")
-    if named_otherwise or type(known.config) not in getattr(transformers, auto)._model_mapping:
+    task = task_kind(kind)
+    named_otherwise = kind == "question-answering" and family in ("llama", "qwen2", "qwen3")
+    if named_otherwise or type(known.config) not in getattr(transformers, task.auto_class)._model_mapping:
         pytest.skip(f"{family} does not do this task")
     known.save_pretrained(tmp_path)
-    names = [] if task == "QuestionAnswering" else ["a", "b", "c"]
+    names = [] if kind == "question-answering" else ["a", "b", "c"]
     words = byte_pairs() if family == "bart" else unigram_pieces()
-    store = SimpleNamespace(kind="any", label_names=names, tokenizer=lambda: words)
-    model, _ = _load(make_config({"model": {"dropout": 0.25}}), store, auto, str(tmp_path))
+    store = SimpleNamespace(kind=kind, label_names=names, tokenizer=lambda: words)
+    model, _ = _load(make_config({"model": {"dropout": 0.25}}), store, task, str(tmp_path))
     rates = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
     numbers = {
         f"{name}.{key}": value

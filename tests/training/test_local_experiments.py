@@ -82,7 +82,7 @@ def start_of(name, world, monkeypatch):
     monkeypatch.setenv("OELM_DATA_DIR", str(world / "data"))
     config = resolve_config(name, None, {"model.name": str(world / "bert")}, [])
     store = prepared_store(config, show=False)
-    model, report = build_model(config, store, "AutoModelForSequenceClassification")
+    model, report = build_model(config, store)
     return model, report, store
 
 
