@@ -270,11 +270,12 @@ def _adapter(kind: Any) -> Any:
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from its own `to_dict`, without pydantic: for a process that was handed one."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
+    values = _tuples(values)
     return RunConfig(**{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()})
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if key == "betas" else value for key, value in values.items()}
+    return {key: tuple(value) if key in ("betas", "plugins") else value for key, value in values.items()}
 
 
 def _explain(error: Any, kind: Any) -> str:
