@@ -26,7 +26,7 @@ from determinism import bert, synchronize
 from oelm.bench.load import made_lengths, made_stream, made_texts, sample_texts
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import open_store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import operations, step
 from oelm.speed.adamw import RecordableAdamW
@@ -113,7 +113,7 @@ class Arm:
         )  # fmt: skip
         with self.patch(), same_bits(True, self.state.device):
             objective = make_objective(store, store.max_length, 0.0, "none")
-            raw, _ = build_model(config, store, objective.auto_class)
+            raw, _ = build_model(config, store)
             resolved = resolve_run(config, objective, self.state.device)
             self.step = make_step(resolved, objective, raw, self.state)
             self.step.model.train()

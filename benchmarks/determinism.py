@@ -21,7 +21,7 @@ import torch
 
 from oelm.bench.load import made_lengths, made_stream, made_texts
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.determinism import same_bits
@@ -72,7 +72,7 @@ class Steps:
         )  # fmt: skip
         with self.mode():
             objective = make_objective(store, store.max_length, 0.0, "none")
-            raw, _ = build_model(config, store, objective.auto_class)
+            raw, _ = build_model(config, store)
             resolved = resolve_run(config, objective, self.state.device)
             self.step = make_step(resolved, objective, raw, self.state)
             self.step.model.train()

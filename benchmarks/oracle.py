@@ -36,7 +36,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import oelm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store, open_store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
 from oelm.study.statistics import equivalence
@@ -140,7 +140,7 @@ class WarmedUpFromTheFirstStep(Trainer):
 
 def exported(config: RunConfig, store: Store) -> Any:
     """GPT-2 with the weights that our run starts from. Its attention biases, which ours has not, stay 0."""
-    model = oelm.to_gpt2(build_model(config, store, "AutoModelForCausalLM")[0])
+    model = oelm.to_gpt2(build_model(config, store)[0])
     for name, parameter in model.named_parameters():
         if name.endswith((".attn.c_attn.bias", ".attn.c_proj.bias")):
             parameter.requires_grad_(False)

@@ -84,9 +84,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
     from oelm.data import open_store
-    from oelm.data.trivial_baselines import trivial_references
+    from oelm.data.trivial_baselines import trivial_baselines
 
-    trivial_references(open_store(asked.store))  # once: every run finds it in the cache
+    trivial_baselines(open_store(asked.store))  # once: every run finds it in the cache
     with tempfile.TemporaryDirectory() as folder:
         described = [
             {

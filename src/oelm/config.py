@@ -35,6 +35,8 @@ class TaskConfig:
     text_pair: str | None = None
     label: str = "label"
     target: str | None = None  # column of the text to write: sequence to sequence
+    kind: str | None = None  # of a file; None: seq2seq where there is a target, else classification
+    metric: str | None = None  # the deciding metric of a file; None: the one of its kind
     test_file: str | None = None
     train_on: str | None = None
     train_size: int | None = None
@@ -178,6 +180,7 @@ class RunConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     experiment: str | None = None
+    plugins: tuple[str, ...] = ()  # modules to import first: `oelm.system.plugins`
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -188,6 +191,8 @@ class RunConfig:
         values = _without_none(asdict(self))
         if self.arm == ArmConfig():
             del values["arm"]
+        if not self.plugins:
+            del values["plugins"]
         return values
 
     def identity(self, files: bool = True) -> dict[str, Any]:
@@ -197,6 +202,7 @@ class RunConfig:
         """
         values = self.to_dict()
         values.pop("arm", None)
+        values.pop("plugins", None)
         for name in () if files else ("data", "test_file"):
             values["task"].pop(name, None)
         for section, names in INCIDENTAL.items():
@@ -220,8 +226,8 @@ FLAGS = {
     **{name: f"{name}.name" for name in ("task", "model", "method")},
     **{
         name: f"task.{name}"
-        for name in ("data", "text", "text_pair", "label", "target", "test_file", "train_size", "train_on",
-                     "max_length", "max_target_length", "tokenizer", "data_dir")
+        for name in ("data", "text", "text_pair", "label", "target", "kind", "test_file", "train_size",
+                     "train_on", "max_length", "max_target_length", "tokenizer", "data_dir")
     },
     **{
         name: f"training.{name}"
@@ -255,6 +261,7 @@ def _adapter(kind: Any) -> Any:
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
     """The inverse of `RunConfig.to_dict`, without pydantic: for a process that was handed one."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
+    values = _tuples(values)
     return RunConfig(**{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from oelm.errors import UserError
 from oelm.orthogonal import KINDS
+from oelm.system.plugins import Registry
 
 PROJECTIONS = ("q", "k", "v", "o", "ffn_in", "ffn_out")
 BLOCKS = (*PROJECTIONS, "norms")  # the roles in a layer, which `freeze` calls "blocks" together
@@ -141,7 +142,7 @@ def _start(kind: str, *roles: str) -> dict[str, str]:
     return dict.fromkeys(roles, kind)
 
 
-PRESETS: dict[str, Method] = {
+_PRESETS = {
     method.name: method
     for method in (
         Method("baseline"),
@@ -169,6 +170,7 @@ PRESETS: dict[str, Method] = {
         Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
     )
 }
+PRESETS: Registry[Method] = Registry("method", _PRESETS)
 
 # The reports' names, in lower case and with '-' for '_' and ' '.
 ALIASES = {

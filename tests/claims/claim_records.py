@@ -6,7 +6,7 @@ from typing import Any
 
 from oelm.claims.verdicts import Verdict, judge
 from oelm.config import rebuild_config
-from oelm.data.catalogue import LM, TASKS
+from oelm.data.catalogue import TASKS
 from oelm.study.analysis import analyse_records
 from oelm.study.design import Study, make_study
 from oelm.study.records import Record, identify
@@ -29,7 +29,7 @@ def run(
         "method": {"name": method},
         "training": {"lr": lr, "seed": seed, "test": value is not None, **training},
     })  # fmt: skip
-    lm = task in TASKS and TASKS[task].kind == LM
+    lm = task in TASKS and TASKS[task].kind == "lm"
     metric = "perplexity" if lm else "accuracy"
     total, qk = QK.get(Path(model).name, (1000, 100))
     frozen = qk if method in FROZEN else 0
@@ -51,7 +51,7 @@ def pairs(
     reference: str = "baseline", base: float | None = None, only: bool = False, **more: Any,
 ) -> list[Record]:  # fmt: skip
     """n pairs of runs: accuracy better by `gain` points, or perplexity worse by `-gain` per cent."""
-    lm = TASKS[task].kind == LM
+    lm = TASKS[task].kind == "lm"
     found = []
     for seed in range(1, n + 1):
         there = (base or (30.0 if lm else 0.8)) * (1 + 0.002 * WIGGLE[-seed])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oelm.data import IGNORE, Plan, Store, Windows, load_task, prepare
-from oelm.data.corpus import pieces
+from oelm.data.tasks.language_modeling import pieces
 from oelm.data.tokenizer import Encoder, train_tokenizer
 from oelm.errors import UserError
 from tests.data.made import parquet, sentence

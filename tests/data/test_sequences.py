@@ -11,7 +11,7 @@ import pytest
 from transformers import DataCollatorForSeq2Seq, MBartTokenizer
 
 from oelm.cli import main as cli
-from oelm.data import Choice, load_file, load_task, padded_batch, prepare, read_references
+from oelm.data import Choice, load_file, load_task, padded_batch, prepare
 from oelm.errors import UserError
 from tests.data.made import byte_pairs, parquet, sentence, unigram_pieces, write_csv, write_jsonl
 
@@ -108,7 +108,7 @@ def test_what_the_tokens_stand_for(tmp_path: Path) -> None:
         texts_kept = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in kept]
         assert cut[name].meta["target_bytes"] == sum(len(text.encode()) for text in texts_kept)
         if name != "train":
-            known = read_references(cut[name])
+            known = cut[name].right_texts()
             assert {row: (r["source"], r["target"]) for row, r in known.items()} == {r: rows[r] for r in ids}
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oelm.data import IGNORE, answer_text, load_task, packed_batch, padded_batch, prepare, read_references
+from oelm.data import IGNORE, load_task, packed_batch, padded_batch, prepare
+from oelm.data.tasks.question_answering import answer_text
 from oelm.errors import UserError
 from tests.data.made import parquet, sentence
 
@@ -110,7 +111,7 @@ def test_every_answer_can_be_read_back_from_its_place(
     name = bert_folder if tokenizer == "bert" else tokenizer
     store = prepare(load_task("squad", data_dir=tmp_path), tokenizer=name, max_length=96)
     test = store["test"]
-    references = read_references(test)
+    references = test.right_texts()
     assert len(references) == 40
     assert len(test) > 40  # long documents became several windows
     starts, ends = test.column("starts"), test.column("ends")

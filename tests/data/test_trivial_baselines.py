@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from oelm.data import Store, Windows, load_file, load_task, open_store, prepare
 from oelm.data import trivial_baselines as references
-from oelm.data.trivial_baselines import CACHE, second_starts, trivial_references
+from oelm.data.tasks import language_modeling
+from oelm.data.trivial_baselines import CACHE, second_starts, trivial_baselines
 from oelm.errors import UserError
 
 GOOD, BAD = ["splendid", "lovely", "bright"], ["dreadful", "awful", "grey"]
@@ -73,7 +74,7 @@ def _bert(folder: Path) -> str:
 
 def test_a_text_classifier_has_its_majority_and_a_linear_reference(tmp_path: Path) -> None:
     store = _reviews(tmp_path)
-    found = trivial_references(store)
+    found = trivial_baselines(store)
     assert set(found) == {"majority", "tfidf_logreg"}
     for split in ("validation", "test"):
         share = (store[split].labels == 1).mean()
@@ -90,16 +91,16 @@ def test_a_store_copied_elsewhere_gives_the_same(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cache", ignore_errors=False)
     (tmp_path / "r.parquet").unlink()
     copy = open_store(tmp_path / "copy")
-    first = trivial_references(copy)
+    first = trivial_baselines(copy)
     (copy.folder / CACHE).unlink()
-    assert trivial_references(copy) == first
+    assert trivial_baselines(copy) == first
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bert"])
 def test_pairs_have_a_premise_blind_reference(tmp_path: Path, kind: str) -> None:
     store = _pairs(tmp_path, _bert(tmp_path) if kind == "bert" else "train:400")
     assert (store["test"].second is not None) == (kind == "bert")
-    found = trivial_references(store)
+    found = trivial_baselines(store)
     assert set(found) == {"majority", "tfidf_logreg", "premise_blind"}
     assert found["premise_blind"]["test"]["accuracy"] == 1
     assert found["tfidf_logreg"]["test"]["accuracy"] < 1
@@ -109,9 +110,9 @@ def test_texts_come_back_from_the_tokens(tmp_path: Path) -> None:
     rows = pyarrow.parquet.read_table
     store = _pairs(tmp_path)
     table = rows(tmp_path / "p.parquet").to_pydict()
-    reader, split = references._Reader(store), store["test"]
-    both = list(reader.texts(split, np.arange(len(split)), blind=False))
-    blind = list(reader.texts(split, np.arange(len(split)), blind=True))
+    reader, split = references.StoreTexts(store), store["test"]
+    both = list(reader.read(split, np.arange(len(split)), blind=False))
+    blind = list(reader.read(split, np.arange(len(split)), blind=True))
     assert [text.strip() for text in blind] == [table["b"][i] for i in split.ids]
     whole = [" ".join(text.split()) for text in both]
     assert whole == [f"{table['a'][i]} [SEP] {table['b'][i]}" for i in split.ids]
@@ -153,7 +154,7 @@ def test_the_unigram_reference_counts_what_an_evaluation_counts(tmp_path: Path, 
     store = _corpus(tmp_path)
     train = Counter(np.asarray(store["train"].tokens[1:]).tolist())
     total = train.total() + store.vocab_size
-    scores = trivial_references(store)["unigram"]["test"]
+    scores = trivial_baselines(store)["unigram"]["test"]
     windows = Windows(store["test"], size, whole=False)
     targets = windows.batch(np.arange(len(windows))).targets.numpy()
     costs = [-math.log((train[token] + 1) / total) for token in targets[targets >= 0].tolist()]
@@ -165,10 +166,10 @@ def test_the_unigram_reference_counts_what_an_evaluation_counts(tmp_path: Path, 
 
 def test_counting_in_blocks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = _corpus(tmp_path)
-    expected = trivial_references(store)
+    expected = trivial_baselines(store)
     (store.folder / CACHE).unlink()
-    monkeypatch.setattr(references, "BLOCK", 5)
-    assert trivial_references(store) == expected
+    monkeypatch.setattr(language_modeling, "COUNTED", 5)
+    assert trivial_baselines(store) == expected
 
 
 def test_the_most_frequent_tag_of_each_word(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_the_most_frequent_tag_of_each_word(tmp_path: Path) -> None:
         _table(folder / f"{split}.parquet", tokens=[["ann", "ran"], ["bob"]], ner_tags=[[1, 0], [1]])
     data = load_task("conll2003", data_dir=tmp_path)
     store = prepare(data, tokenizer="train:600", cache=tmp_path / "cache")
-    scores = trivial_references(store)["most_frequent_tag"]["test"]
+    scores = trivial_baselines(store)["most_frequent_tag"]["test"]
     assert scores["token_accuracy"] == pytest.approx(2 / 3)
     assert scores["entity_precision"] == 1  # ann is B-PER as often as B-LOC: the first of them
     assert (
@@ -194,25 +195,25 @@ def test_the_cache_is_used_filled_up_and_replaced_by_a_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = _corpus(tmp_path)
-    part = trivial_references(store, ["test"])
+    part = trivial_baselines(store, ["test"])
     assert set(part["unigram"]) == {"test"}
-    both = trivial_references(store)
+    both = trivial_baselines(store)
     assert set(both["unigram"]) == {"validation", "test"}
     assert both["unigram"]["test"] == part["unigram"]["test"]
 
     path = store.folder / CACHE
     shutil.move(store.folder / "train.tokens.npy", tmp_path)
-    assert trivial_references(store) == both  # read, not computed
+    assert trivial_baselines(store) == both  # read, not computed
     shutil.move(tmp_path / "train.tokens.npy", store.folder)
     kept = json.loads(path.read_text())
     kept["references"]["unigram"]["test"]["loss"] = -1.0
     path.write_text(json.dumps(kept))
-    assert trivial_references(store) == both  # what was changed on disk is computed again
+    assert trivial_baselines(store) == both  # what was changed on disk is computed again
     monkeypatch.setattr(references, "VERSION", references.VERSION + 1)
-    assert trivial_references(store) == both
+    assert trivial_baselines(store) == both
     for broken in ("", "[]", "{", '{"version": 2}'):
         path.write_text(broken)
-        assert trivial_references(store) == both
+        assert trivial_baselines(store) == both
     assert [file.name for file in store.folder.glob("references*")] == [CACHE]
 
 
@@ -221,7 +222,7 @@ def test_a_store_that_cannot_be_written_to_is_fine(tmp_path: Path) -> None:
     (store.folder / CACHE).mkdir()  # refuses root too, unlike a folder without write permission
     store.folder.chmod(0o555)
     try:
-        assert trivial_references(store)["unigram"]
+        assert trivial_baselines(store)["unigram"]
     finally:
         store.folder.chmod(0o755)
     assert [file.name for file in store.folder.glob("references*")] == [CACHE]
@@ -233,23 +234,23 @@ def test_without_scikit_learn_the_linear_references_are_absent_and_come_later(
     store = _reviews(tmp_path)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "sklearn", None)
-        assert set(trivial_references(store)) == {"majority"}
-    assert set(trivial_references(store)) == {"majority", "tfidf_logreg"}
+        assert set(trivial_baselines(store)) == {"majority"}
+    assert set(trivial_baselines(store)) == {"majority", "tfidf_logreg"}
 
 
 def test_texts_without_words_have_only_a_majority(tmp_path: Path) -> None:
     _table(tmp_path / "x.parquet", text=[f"! {'?' * i}" for i in range(40)], label=[i % 2 for i in range(40)])
     store = prepare(load_file(tmp_path / "x.parquet"), tokenizer="train:300", cache=tmp_path / "cache")
-    assert set(trivial_references(store)) == {"majority"}
+    assert set(trivial_baselines(store)) == {"majority"}
 
 
 def test_a_large_train_split_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = _reviews(tmp_path)
     monkeypatch.setattr(references, "MOST_TEXTS", 100)
-    found = trivial_references(store)["tfidf_logreg"]["test"]
+    found = trivial_baselines(store)["tfidf_logreg"]["test"]
     assert found["trained_on"] == 100
     (store.folder / CACHE).unlink()
-    assert trivial_references(store)["tfidf_logreg"]["test"] == found
+    assert trivial_baselines(store)["tfidf_logreg"]["test"] == found
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 100), st.integers(50, 3000))
@@ -257,7 +258,7 @@ def test_the_sample_keeps_to_both_bounds(lengths: list[int], texts: int, tokens:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(references, "MOST_TEXTS", texts)
         patch.setattr(references, "MOST_TOKENS", tokens)
-        items = references._training_items(np.array(lengths))
+        items = references.training_items(np.array(lengths))
     assert 1 <= len(items) <= texts
     assert np.array(lengths)[items].sum() <= tokens
     assert len(np.unique(items)) == len(items)
@@ -274,9 +275,9 @@ def test_questions_have_no_reference_and_unknown_splits_are_refused(tmp_path: Pa
     _table(tmp_path / "squad" / "validation.parquet", **others, answers=answers)
     data = load_task("squad", data_dir=tmp_path)
     store = prepare(data, tokenizer="train:300", max_length=64, cache=tmp_path / "cache")
-    assert trivial_references(store) == {}
+    assert trivial_baselines(store) == {}
     with pytest.raises(UserError, match="no split 'dev'"):
-        trivial_references(store, ["dev"])
+        trivial_baselines(store, ["dev"])
 
 
 def _real(name: str, tokenizer: Path, folder: Path, data: Path, **options: Any) -> Store:
@@ -285,7 +286,7 @@ def _real(name: str, tokenizer: Path, folder: Path, data: Path, **options: Any) 
 
 def test_a_sample_of_real_reviews_is_told_apart(data_dir: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
     store = _real("sst2", tokenizer_dir / "gpt2", tmp_path, data_dir, train_size=4000)
-    found = trivial_references(store)
+    found = trivial_baselines(store)
     assert found["majority"]["test"]["accuracy"] == pytest.approx(444 / 872)
     assert found["tfidf_logreg"]["test"]["accuracy"] > 0.7
 
@@ -311,4 +312,4 @@ def test_real_tasks_reach_the_figures_measured_on_their_texts(
 ) -> None:
     """Measured while planning, from the sources' texts and (but for snli) without a held-out part."""
     store = _real(task, tokenizer_dir / tokenizer, tmp_path, data_dir)
-    assert trivial_references(store)[reference]["test"]["accuracy"] == pytest.approx(measured, abs=0.012)
+    assert trivial_baselines(store)[reference]["test"]["accuracy"] == pytest.approx(measured, abs=0.012)

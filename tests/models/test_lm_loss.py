@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import oelm
 from oelm.data import load_task, prepare
-from oelm.data.tasks.objective import Language
+from oelm.data.tasks.language_modeling import LanguageObjective
 from oelm.errors import UserError
 from oelm.models.create import to_gpt2
 from oelm.models.lm_loss import FP16_GAIN, _losses_and_gradient, lm_loss, lm_losses
@@ -417,7 +417,7 @@ def test_the_objective_measures_what_a_gpt2_with_equal_logits_has(store, smoothi
     """The GPT-2 goes by its full logits. The last window is short, so some targets do not count."""
     lm = model(vocab_size=store.vocab_size).eval()
     twin = to_gpt2(lm)
-    objective = Language(store, 16, label_smoothing=smoothing)
+    objective = LanguageObjective(store, 16, label_smoothing=smoothing)
     batch = objective.batch("test", np.arange(len(objective.windows["test"].lengths)))
     assert (batch.targets["labels"] == -100).any()
     ours, theirs = (objective.loss(m, batch) for m in (lm, twin))
@@ -437,7 +437,7 @@ def test_the_objective_measures_what_a_gpt2_with_equal_logits_has(store, smoothi
 
 
 def test_the_objective_asks_the_reference_gpt_for_no_logits(store):
-    lm, objective = model(vocab_size=store.vocab_size), Language(store, 16)
+    lm, objective = model(vocab_size=store.vocab_size), LanguageObjective(store, 16)
     kept = []
     lm.register_forward_hook(lambda _, __, out: kept.append(out.logits))
     batch = objective.batch("train", np.arange(4))

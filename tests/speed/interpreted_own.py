@@ -14,7 +14,7 @@ import oelm
 from oelm.bench.load import made_texts
 from oelm.config import make_config
 from oelm.data.assemble import Packing
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import FastStep, cuda_graphs
 from oelm.speed import adamw as fast_adamw
@@ -255,7 +255,7 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
             }
         )
         task = make_objective(store, 32, 0.0, "none")
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         before = [p.detach().clone() for p in model.parameters()]
         state = process_state()
         made = FastStep(resolve_run(settings, task, state.device), task, model, state)

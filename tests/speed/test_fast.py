@@ -13,7 +13,7 @@ from oelm.bench.load import made_stream, made_texts
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import Layout, filled, round_up, round_width
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import FastStep
 from oelm.speed import cuda_graphs as fast
@@ -87,7 +87,7 @@ def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_packed_batches_have_the_losses_and_gradients_of_padded_ones(store, pooling):
     settings = config(model={"pooling": pooling})
-    model, _ = build_model(settings, store, "AutoModelForSequenceClassification")
+    model, _ = build_model(settings, store)
     items = np.array([3, 50, 7, 200, 121])
     FastForward(model, kernels=False).install()
     found, task = [], objective(store)
@@ -105,7 +105,7 @@ def test_evaluation_of_packed_texts(store):
     from oelm.training.evaluate import evaluate
     from oelm.training.parallel import autocast_of
 
-    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    model, _ = build_model(config(), store)
     plain = autocast_of("fp32", torch.device("cpu"))
     padded = evaluate(model, objective(store), "test", plain)
     FastForward(model, kernels=False).install()
@@ -128,7 +128,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
     weights, losses = [], []
     for graphed in (False, True):
         task = objective(store)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         step = made(PlainStep, settings, task, model)
         if graphed:
             step = recorded_step(settings, task, model)
@@ -142,7 +142,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
         assert float(loss) == pytest.approx(float(other_loss), rel=2e-3)
         assert float(norm) == pytest.approx(float(other_norm), rel=2e-2)
     moved = 0.0
-    fresh, _ = build_model(settings, store, task.auto_class)
+    fresh, _ = build_model(settings, store)
     for name, value in fresh.named_parameters():
         way = (weights[0][name] - value.detach()).norm()
         # Adam's first steps turn the rounding of tiny gradients into whole steps: few, so by the norm.
@@ -152,7 +152,7 @@ def test_what_a_graph_records_is_a_step(store, monkeypatch, method, accumulate):
 
 
 def test_half_precision_copies_hold_what_autocast_makes(store):
-    model, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    model, _ = build_model(config(), store)
     forward = FastForward(model, kernels=False)
     forward.install()
     half = Bf16Copies(model, torch.bfloat16, forward)
@@ -187,7 +187,7 @@ def test_a_step_sees_weights_that_someone_else_changed(store, monkeypatch, which
         model.train()
         return recorded_step(settings, task, model)
 
-    model, _ = build_model(settings, store, task.auto_class)
+    model, _ = build_model(settings, store)
     step = trained(model)
     before = [float(step.take(k, batches, k)[0]) for k in range(2)]
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_padded_batches_have_round_widths(store):
 
 def test_why_a_run_is_not_fast_is_said(store):
     task = objective(store)
-    model, _ = build_model(config(), store, task.auto_class)
+    model, _ = build_model(config(), store)
     step = made(FastStep, config(), task, model)
     assert "GPU" in step._why_padded() and "GPU" in step._why_eager() and "no CUDA graphs" in str(step)
     step.state, step.precision = SimpleNamespace(device=GPU, num_processes=1), "bf16"
@@ -259,7 +259,7 @@ def test_filled_batches_use_no_row_of_the_embedding_that_was_set_aside(store):
     try:
         there[store.pad_id] = True
         assert store.used_tokens()[store.pad_id]
-        model, _ = build_model(config(), store, task.auto_class)
+        model, _ = build_model(config(), store)
         assert set_aside(model, there) is not None
         FastForward(model, kernels=False).install()
         batch = task.batch("train", np.array([1, 2, 3]), layout)
@@ -275,7 +275,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
     for recorded in (False, True):
         task = objective(store)
         settings = config(batch_size=8, accumulate=accumulate, steps=8, lr=1e-3)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         step = recorded_step(settings, task, model) if recorded else made(make_step, settings, task, model)
         if recorded:
             graphed = step.graphed
@@ -300,7 +300,7 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
     weights = []
     for fused in (True, False):
         task, settings = objective(store), config(batch_size=8, steps=8, lr=1e-3)
-        model, _ = build_model(settings, store, task.auto_class)
+        model, _ = build_model(settings, store)
         step = made(make_step, settings, task, model)
         for group in (step.optimizer.defaults, *step.optimizer.param_groups):
             group["fused"] = fused
@@ -318,14 +318,14 @@ def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypat
     )
     settings = config(batch_size=4, steps=100)
     task = make_objective(store, 32, 0.0, "none")
-    model, _ = build_model(settings, store, task.auto_class)
+    model, _ = build_model(settings, store)
     assert not made(make_step, settings, task, model).reads_ahead
     monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
     step = made(make_step, settings, task, model)
     assert step.reads_ahead
     asked = []
     monkeypatch.setattr(
-        "oelm.data.tasks.objective.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
+        "oelm.data.tasks.base.read_ahead", lambda tokens, *ends: asked.append((tokens, *ends))
     )
     batches = task.plan("train", 4, None, 1).epoch(0)
     for k in range(len(batches)):

@@ -12,6 +12,8 @@ from oelm.config import make_config
 from oelm.data import open_store
 from oelm.errors import UserError
 from oelm.models.build import build_model
+from oelm.models.gpt import OelmGPTForCausalLM
+from oelm.models.gpt_config import gpt_config
 from oelm.speed.live_rows import LiveEmbedding, live_weights, put_back, set_aside
 from oelm.training.loop import train
 from tests.training.runs import make_store
@@ -54,7 +56,7 @@ def test_a_run_is_the_same_but_for_rows_nobody_uses(store, tmp_path):
     assert 0 < used.sum() < 0.9 * len(used)
     for name, value in plain_weights.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    fresh, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    fresh, _ = build_model(config(), store)
     start = fresh.transformer.wte.weight.detach()
     assert not torch.equal(weights["transformer.wte.weight"][used], start[used])
     # Weight decay has shrunk what no text uses, by as much as step by step.
@@ -108,10 +110,10 @@ def test_an_embedding_of_another_family_with_padding():
 def test_what_must_stay_whole_stays_whole(store):
     few = np.zeros(store.vocab_size, dtype=bool)
     few[:5] = True
-    tied, _ = build_model(config(), store, "AutoModelForCausalLM")
-    frozen, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    tied = OelmGPTForCausalLM(gpt_config("gpt-tiny", vocab_size=store.vocab_size))
+    frozen, _ = build_model(config(), store)
     frozen.transformer.wte.weight.requires_grad_(False)
-    busy, _ = build_model(config(), store, "AutoModelForSequenceClassification")
+    busy, _ = build_model(config(), store)
     for model, used in ((tied, few), (frozen, few), (busy, np.ones(store.vocab_size, dtype=bool))):
         set_aside(model, used)
         assert not live_weights(model)

@@ -164,7 +164,7 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     """A step of training on some texts, and the batches to take it on."""
     from oelm.bench.load import made_texts
     from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
-    from oelm.data.tasks.objective import make_objective
+    from oelm.data.tasks import make_objective
     from oelm.models.build import build_model
     from oelm.training.parallel import process_state
     from oelm.training.resolve import resolve_run
@@ -182,7 +182,7 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
         ),
     )
     objective = make_objective(store, 128, 0.0, "none")
-    model, _ = build_model(config, store, objective.auto_class)
+    model, _ = build_model(config, store)
     state = process_state()
     step = make_step(resolve_run(config, objective, state.device), objective, model, state)
     step.model.train()

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm.config import make_config
 from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import step as fast_step
 from oelm.speed.adamw import coast
@@ -147,7 +147,7 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
             monkeypatch.setattr(fast_step, "make_windows", lambda *_: None)
         objective = make_objective(store, 8, 0.0, "none")
         asked = config(clip=0)
-        raw, _ = build_model(asked, store, objective.auto_class)
+        raw, _ = build_model(asked, store)
         state = process_state()
         made = fast_step.FastStep(resolve_run(asked, objective, state.device), objective, raw, state)
         raw.train()

@@ -17,7 +17,7 @@ import torch
 from oelm.bench.load import made_texts
 from oelm.config import resolve_config
 from oelm.data.catalogue import TASKS
-from oelm.data.tasks.objective import Classification
+from oelm.data.tasks import make_objective
 from oelm.method import Method
 from oelm.models.gpt_config import gpt_config
 from oelm.models.gpt_sizes import PRESETS
@@ -38,7 +38,9 @@ def recipe(id: str) -> dict[str, Any]:
     config = resolve_config(experiment_config(id).to_dict(), None, {}, [])
     name, length = str(config.model.name), config.task.max_length
     texts = made_texts("made", LENGTHS, 100, length)
-    runs = {kind: resolve_run(config, Classification(texts), torch.device(kind)) for kind in ("cpu", "cuda")}
+    runs = {
+        kind: resolve_run(config, make_objective(texts, 0), torch.device(kind)) for kind in ("cpu", "cuda")
+    }
     run = runs["cpu"]
     warmup, total = run.warmup_steps, run.total_steps
     shape = gpt_config(name).to_dict() if name in PRESETS else {}

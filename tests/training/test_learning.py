@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from oelm.config import make_config
-from oelm.data import Choice, load_task, read_references
+from oelm.data import Choice, load_task
 from oelm.data.preparation import split_chunks
-from oelm.data.tasks.metrics import question_answering
+from oelm.data.tasks import task_kind
+from oelm.data.tasks.question_answering import answer_scores, means
 from oelm.errors import UserError
 from oelm.inference.trained import Trained
 from oelm.models.build import _load
@@ -138,9 +139,9 @@ def test_answers_are_learned(tmp_path):
     assert results["metric"] == "f1"
     assert results["test"]["metrics"]["f1"] > 0.8
     trained = Trained(tmp_path / "run")
-    known = [*read_references(trained.store({})["test"]).values()]
+    known = [*trained.store({})["test"].right_texts().values()]
     answers = [*trained.predict(f"which colour ?\t{record['context']}" for record in known)]
-    found = question_answering([record["answers"] for record in known], [a["answer"] for a in answers])
+    found = means(answer_scores([record["answers"] for record in known], [a["answer"] for a in answers]))
     assert found == pytest.approx({name: results["test"]["metrics"][name] for name in found})
     assert all(0 < a["score"] <= 1 for a in answers)
     long = "the colour is red and " + "so it goes " * 2000  # many windows, more than a batch of them
@@ -196,21 +197,21 @@ def test_dropout_of_any_architecture_is_a_function_of_the_step(dropout, tmp_path
 
 
 @pytest.mark.parametrize("family", [name for name in tiny.BUILDERS if name != "bert-decoder"])
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-def test_dropout_is_set_wherever_a_model_has_it(family, task, tmp_path):
+@pytest.mark.parametrize("kind", ["classification", "token-classification", "question-answering"])
+def test_dropout_is_set_wherever_a_model_has_it(family, kind, tmp_path):
     """In the body and in every task's head, whatever the family calls it."""
     import transformers
 
     known = tiny.build(family)
-    auto = f"AutoModelFor{task}"
-    named_otherwise = task == "QuestionAnswering" and family in ("llama", "qwen2", "qwen3")
-    if named_otherwise or type(known.config) not in getattr(transformers, auto)._model_mapping:
+    task = task_kind(kind)
+    named_otherwise = kind == "question-answering" and family in ("llama", "qwen2", "qwen3")
+    if named_otherwise or type(known.config) not in getattr(transformers, task.auto_class)._model_mapping:
         pytest.skip(f"{family} does not do this task")
     known.save_pretrained(tmp_path)
-    names = [] if task == "QuestionAnswering" else ["a", "b", "c"]
+    names = [] if kind == "question-answering" else ["a", "b", "c"]
     words = byte_pairs() if family == "bart" else unigram_pieces()
-    store = SimpleNamespace(kind="any", label_names=names, tokenizer=lambda: words)
-    model, _ = _load(make_config({"model": {"dropout": 0.25}}), store, auto, str(tmp_path))
+    store = SimpleNamespace(kind=kind, label_names=names, tokenizer=lambda: words)
+    model, _ = _load(make_config({"model": {"dropout": 0.25}}), store, task, str(tmp_path))
     rates = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
     numbers = {
         f"{name}.{key}": value

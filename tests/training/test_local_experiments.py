@@ -82,7 +82,7 @@ def start_of(name, world, monkeypatch):
     monkeypatch.setenv("OELM_DATA_DIR", str(world / "data"))
     config = resolve_config(experiment_config(name).to_dict(), None, {"model.name": str(world / "bert")}, [])
     config, store = prepare_data(config, torch.device("cpu"), show=False)
-    model, report = build_model(config, store, "AutoModelForSequenceClassification")
+    model, report = build_model(config, store)
     return model, report, store
 
 

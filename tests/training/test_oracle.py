@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from benchmarks import oracle
 from oelm.config import RunConfig, make_config
 from oelm.data import Store, open_store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from tests.training.runs import make_store
 
@@ -106,7 +106,7 @@ def test_a_classifier_learns_in_our_loop_as_in_trainer(name, lr, tmp_path):
     task = {"max_length": 32}
     training = {"lr": lr, "warmup": 0, "batch_size": 6, "test": True, "choose_on": "last"}
     config = run_config(task, model_name, "baseline", **training)
-    model = build_model(config, store, "AutoModelForSequenceClassification")[0]
+    model = build_model(config, store)[0]
     theirs = oracle.train_by_trainer(model, Texts(store, config), config.training, tmp_path / "t", CPU, [])
     weights = model.state_dict()
     for fast in (True, False):

@@ -9,7 +9,6 @@ import transformers
 from safetensors.torch import load_file
 
 from oelm.config import make_config
-from oelm.data.tasks.objective import make_objective
 from oelm.errors import UserError
 from oelm.inference.trained import Trained
 from oelm.models.build import _refuse_seeing_ahead, build_model
@@ -74,7 +73,7 @@ def built(run, task, method, **more):
     values = {"task": {"name": task, "max_length": 48} | more, "model": {"name": str(run)}}
     config = make_config(values | {"method": {"name": method}})
     config, store = prepare_data(config, torch.device("cpu"), show=False)
-    model, report = build_model(config, store, make_objective(store, 48, 0.0, "none").auto_class)
+    model, report = build_model(config, store)
     return model.eval(), report, store
 
 

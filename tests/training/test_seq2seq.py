@@ -18,9 +18,9 @@ import transformers
 import oelm
 from oelm.config import make_config, to_toml
 from oelm.data import Choice, Store
-from oelm.data.tasks import metrics
-from oelm.data.tasks.objective import make_objective
-from oelm.data.trivial_baselines import trivial_references
+from oelm.data.tasks import make_objective
+from oelm.data.tasks.seq2seq import text_scores
+from oelm.data.trivial_baselines import trivial_baselines
 from oelm.data.writer import copy_store
 from oelm.inference.trained import Trained
 from oelm.study.items import item_bootstrap, mcnemar
@@ -180,18 +180,18 @@ def test_texts_are_compared_word_by_word() -> None:
     """By hand. Case, punctuation and articles count; spaces do not; Chinese is read by characters."""
     right = ["the dog runs", "a b b", "a b", "+ - *", "The dog", "今天天气好"]
     said = ["  the   dog\nruns", "b a c", "", "+ - /", "the dog", "今天好"]
-    found = metrics.written_texts(right, said)
+    found = text_scores(right, said)
     assert found["exact_match"].tolist() == [1, 0, 0, 0, 0, 0]
     assert found["f1"].tolist() == pytest.approx([1, 2 / 3, 0, 2 / 3, 1 / 2, 3 / 4])
 
 
-def test_trivial_references_by_hand(tmp_path: Path) -> None:
+def test_trivial_baselines_by_hand(tmp_path: Path) -> None:
     rows = [f"word {i},yes" for i in range(40)] + [f"other {i},no" for i in range(38)] + ["yes 1,yes"] * 2
     (tmp_path / "x.csv").write_text("\n".join(["source,target", *rows]))
     (tmp_path / "test.csv").write_text("source,target\nnew a,yes\nnew b,no\nno,no\nyes please,yes\n")
     choice = Choice(str(tmp_path / "x.csv"), text="source", target="target", tokenizer="train:300")
     store = replace(choice, test_file=tmp_path / "test.csv").store(cache=tmp_path / "cache")
-    found = trivial_references(store)
+    found = trivial_baselines(store)
     assert found["most_frequent_target"]["test"] == {"exact_match": 0.5, "f1": 0.5}
     assert found["copy_source"]["test"] == {"exact_match": 0.25, "f1": pytest.approx((1 + 2 / 3) / 4)}
     tokens = np.array(store["train"].target_tokens)
@@ -199,7 +199,7 @@ def test_trivial_references_by_hand(tmp_path: Path) -> None:
     nats = -np.log(seen / seen.sum())[store["test"].target_tokens]
     assert found["unigram"]["test"]["loss"] == pytest.approx(nats.mean())
     assert found["unigram"]["test"]["bits_per_byte"] == pytest.approx(nats.sum() / np.log(2) / 10)
-    assert trivial_references(store) == found  # from the cache
+    assert trivial_baselines(store) == found  # from the cache
 
 
 @pytest.mark.parametrize("kind", KINDS)

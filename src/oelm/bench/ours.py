@@ -4,7 +4,7 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
@@ -27,7 +27,7 @@ class Ours(TrainingArm):
             ),
         )
         objective = make_objective(store, length, 0.0, "none")
-        raw, _ = build_model(config, store, objective.auto_class)
+        raw, _ = build_model(config, store)
         resolved = resolve_run(config, objective, state.device)
         self.training_step = make_step(resolved, objective, raw, state)
         self.training_step.model.train()

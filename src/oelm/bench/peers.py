@@ -16,7 +16,8 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.bench.trainer import gpt2_config
 from oelm.data import Store
-from oelm.data.tasks.objective import Batch, make_objective
+from oelm.data.tasks import make_objective
+from oelm.data.tasks.base import Batch
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.training.parallel import autocast_of
 from oelm.training.resolve import resolve_precision
@@ -116,7 +117,7 @@ class Loop(TrainingArm):
         precision: str,
         **adamw: Any,
     ) -> None:
-        self.objective = make_objective(store, length, 0.0, "none")
+        self.objective = make_objective(store, length)
         plan = self.objective.plan("train", batch_size, None, 0)
         self.batches, load = plan.epoch(0), Load.of(plan.lengths)
         operations = load.operations(config, store.kind, causal=store.kind == "lm")

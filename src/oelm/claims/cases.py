@@ -39,7 +39,7 @@ def architecture(group: Group) -> str:
 
 
 def task_kind(group: Group) -> str:
-    if group.kind == "perplexity":
+    if group.metric == "perplexity":
         return "lm"
     return "classification" if group.metric in ("accuracy", "f1_macro") else group.metric
 

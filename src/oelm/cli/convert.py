@@ -30,6 +30,7 @@ def convert(
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field: method.gain=own")] = None,
     heads: Annotated[bool, typer.Option("--heads", help="Print every head.")] = False,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Convert a checkpoint and save it as an ordinary one of its family; its task's head stays as it is.

@@ -11,6 +11,13 @@ import typer
 
 from oelm.errors import UserError
 from oelm.system.files import check_name
+from oelm.system.plugins import load_plugins
+
+
+def load(plugins: list[str] | None) -> list[str] | None:
+    """Callback of every --plugin: what a plugin adds is known before any other option is looked at."""
+    load_plugins(plugins or ())
+    return plugins
 
 
 def new_folder(path: Path | None) -> Path | None:
@@ -44,6 +51,15 @@ MaxLength = Annotated[
 STUDY_OUT = typer.Option(help="The study's folder; an unfinished one is resumed.", callback=new_folder)
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
 Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
+Kind = Annotated[str | None, typer.Option(help="Kind of task of a file: classification, regression, ...")]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A module with task kinds, families, methods or launchers: docs/extending.md.",
+        callback=load,
+        is_eager=True,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # How data is read: `oelm train`, `oelm study` and `oelm data`. Names are those of config.FLAGS.
@@ -54,6 +70,7 @@ DATA: dict[str, Any] = {
     "target": Annotated[
         str | None, typer.Option(help="Column of the text to write for each text (T5, BART).")
     ],
+    "kind": Kind,
     "test_file": Annotated[str | None, typer.Option(help="A file of test rows.")],
     "train_size": Annotated[int | None, typer.Option(help="Train on so many rows, stratified.")],
     "train_on": Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")],

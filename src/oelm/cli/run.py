@@ -12,6 +12,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import AuditError, UserError
+from oelm.system.plugins import load_plugins
 from oelm.system.terminal import console, say
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def train(
     stop_at_chance: Annotated[
         bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
     ] = False,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Train one model and record everything.
@@ -64,7 +66,10 @@ def train(
     if stop_at_chance:
         flags["training.stop_at_chance"] = True
     base = experiment_config(experiment).to_dict() if experiment is not None else {}
+    if plugin:
+        flags["plugins"] = plugin
     asked, limit = resolve_config(base, config, flags, set_ or []), options.seconds_of(stop_after)
+    load_plugins(asked.plugins)
     results = run_training(asked, out, overwrite, limit)
     if results:  # of the first process only
         say(json.dumps(results) if as_json else summary(results))
@@ -134,6 +139,7 @@ def evaluate(
     label: options.Label = None,
     limit: Annotated[int | None, typer.Option(help="Classify only this many items.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
@@ -173,8 +179,9 @@ def predict(
     file: Annotated[
         typer.FileBinaryRead, typer.Argument(help="One text per line; - is standard input.")
     ] = "-",  # type: ignore[assignment]
+    plugin: options.Plugin = None,
 ) -> None:
-    """Labels, tags, answers or targets for lines of text, as JSONL. Pairs and questions: text, tab, text.
+    """Labels, numbers, tags, answers or targets for lines of text, as JSONL. Pairs: text, tab, text.
 
     Example: echo 'a fine film' | oelm predict runs/x
     """
@@ -203,6 +210,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    plugin: options.Plugin = None,
 ) -> None:
     """Continue a prompt with a language model, or write a target for it with an encoder-decoder.
 
@@ -216,7 +224,7 @@ def generate(
 
 
 @app.command()
-def audit(run: Run, as_json: options.AsJson = False) -> None:
+def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = False) -> None:
     """Check that a finished run's frozen weights never moved; exit code 1 where they did.
 
     Example: oelm audit runs/x

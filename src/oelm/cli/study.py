@@ -8,6 +8,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import RunError, UserError
+from oelm.system.plugins import load_plugins
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def study(
         list[Path] | None, typer.Option("--import", help="Import another machine's records, then stop.")
     ] = None,
     lang: options.Lang = "en",
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare methods fairly: choose each one's learning rate on validation, then measure with fresh seeds.
@@ -55,7 +57,7 @@ def study(
     lists = {"tasks": task, "methods": methods, "lrs": lrs}
     table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs}
     table |= {key: options.parts(text) for key, text in lists.items() if text is not None}
-    planned = resolve_study(name, out, given, table, set_ or [])
+    planned = resolve_study(name, out, given, table, set_ or [], plugin or [])
     title = name or given.get("data") or (task or "study").replace(",", "-")
     folder = out or Path("studies") / Path(title).stem
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
@@ -76,6 +78,7 @@ def report(
         Path | None,
         typer.Option("--publish", metavar="NEW", help="Write compact records into a new folder, then stop."),
     ] = None,
+    plugin: options.Plugin = None,
 ) -> None:
     """Report on a study or on runs: report.md and report.html in their folder.
 
@@ -110,10 +113,15 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
 
 def resolve_study(
-    name: str | None, out: Path | None, given: dict[str, Any], table: dict[str, Any], assignments: list[str]
+    name: str | None,
+    out: Path | None,
+    given: dict[str, Any],
+    table: dict[str, Any],
+    assignments: list[str],
+    plugins: list[str],
 ) -> "Study":
     """The study a user asks for: one by name or the one in the folder, overridden by flags and --set."""
-    from oelm.config import flag_keys, merge, overrides
+    from oelm.config import flag_keys, merge, overrides, read_toml
     from oelm.study.design import make_study, read_study
     from oelm.study.folder import StudyFolder
 
@@ -124,9 +132,13 @@ def resolve_study(
     if name is not None:
         values = read_study(name)
     elif out is not None and (out / "study.toml").is_file():
+        load_plugins(read_toml(out / "study.toml").get("plugins", ()))
         values = StudyFolder(out).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugins])]:
+        values["plugins"] = plugins
+        load_plugins(plugins)
     return make_study(merge(values, overrides(flags, assignments)), name or "options")
 
 

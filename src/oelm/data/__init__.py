@@ -14,7 +14,6 @@ A corpus is read in windows: `windows = Windows(train, 512)`, `Plan(windows.leng
 numpy, so a store can be made here and trained on elsewhere.
 """
 
-from oelm.data.answers import answer_text, read_references
 from oelm.data.assemble import Packed, Padded, WindowBatch, Windows, packed_batch, padded_batch
 from oelm.data.batches import Epoch, Plan
 from oelm.data.catalogue import TASKS, Task, get_task
@@ -40,7 +39,6 @@ __all__ = [
     "Task",
     "WindowBatch",
     "Windows",
-    "answer_text",
     "get_task",
     "load_file",
     "load_task",
@@ -48,5 +46,4 @@ __all__ = [
     "packed_batch",
     "padded_batch",
     "prepare",
-    "read_references",
 ]

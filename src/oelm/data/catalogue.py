@@ -9,11 +9,6 @@ from dataclasses import dataclass, field, replace
 from oelm.errors import UserError
 
 HELD_OUT = "held out"
-CLASSIFICATION = "classification"
-LM = "lm"
-TOKENS = "token-classification"
-QA = "question-answering"
-SEQ2SEQ = "seq2seq"
 NLI = ("entailment", "neutral", "contradiction")
 
 
@@ -29,7 +24,8 @@ class Hub:
 
 @dataclass(frozen=True)
 class Task:
-    """One task. `train`, `validation` and `test` name the source's splits, or HELD_OUT.
+    """One task; `kind` is a name in `oelm.data.tasks`. `train`, `validation` and `test` name the source's
+    splits, or HELD_OUT.
 
     `columns` maps our roles (text, text_pair, label, tokens, tags, ...) to the source's columns;
     `group` says which rows must not be parted by the held-out split. `tried_on_hub` stays False until
@@ -49,7 +45,7 @@ class Task:
     held_out: float = 0.1  # the share of the training rows that HELD_OUT takes
     drop_unlabelled: bool = False  # rows labelled -1 are dropped and counted, not refused
     group: str | None = None  # "contains": phrases within one another; "text": equal first texts
-    separate: bool = True  # LM: rows are documents (True) or the lines of one stream (False)
+    separate: bool = True  # a corpus: rows are documents (True) or the lines of one stream (False)
     tried_on_hub: bool = False
     train_on: dict[str, tuple[str, ...]] = field(default_factory=dict)  # choices: name -> task names
 
@@ -60,7 +56,7 @@ def _pair(first: str, second: str) -> dict[str, str]:
 
 def _glue(name: str, columns: dict[str, str], labels: tuple[str, ...], **changes: object) -> Task:
     base = Task(
-        name=name, kind=CLASSIFICATION, hub=Hub("nyu-mll/glue", name), folder=name, columns=columns,
+        name=name, kind="classification", hub=Hub("nyu-mll/glue", name), folder=name, columns=columns,
         metric="accuracy", labels=labels, validation=HELD_OUT, test="validation",
         group="text" if "text_pair" in columns else None,
     )  # fmt: skip
@@ -68,7 +64,7 @@ def _glue(name: str, columns: dict[str, str], labels: tuple[str, ...], **changes
 
 
 def _corpus(name: str, hub: Hub, folder: str | None = None, **changes: object) -> Task:
-    base = Task(name=name, kind=LM, hub=hub, folder=folder or name, columns={"text": "text"},
+    base = Task(name=name, kind="lm", hub=hub, folder=folder or name, columns={"text": "text"},
                 metric="perplexity")  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -79,15 +75,15 @@ _TAGS_CONLL = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC", "B-MIS
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("imdb", CLASSIFICATION, Hub("stanfordnlp/imdb"), "imdb", _SENTIMENT, "accuracy",
+        Task("imdb", "classification", Hub("stanfordnlp/imdb"), "imdb", _SENTIMENT, "accuracy",
              ("neg", "pos"), validation=HELD_OUT),
-        Task("ag_news", CLASSIFICATION, Hub("fancyzhx/ag_news"), "ag_news", _SENTIMENT, "accuracy",
+        Task("ag_news", "classification", Hub("fancyzhx/ag_news"), "ag_news", _SENTIMENT, "accuracy",
              ("World", "Sports", "Business", "Sci/Tech"), validation=HELD_OUT),
         _glue("sst2", {"text": "sentence", "label": "label"}, ("negative", "positive"), group="contains"),
         _glue("mnli", _pair("premise", "hypothesis"), NLI, test="validation_matched", held_out=0.05),
-        Task("snli", CLASSIFICATION, Hub("stanfordnlp/snli"), "snli", _pair("premise", "hypothesis"),
+        Task("snli", "classification", Hub("stanfordnlp/snli"), "snli", _pair("premise", "hypothesis"),
              "accuracy", NLI, drop_unlabelled=True),
-        Task("xnli", CLASSIFICATION, Hub("facebook/xnli", "en"), "xnli", _pair("premise", "hypothesis"),
+        Task("xnli", "classification", Hub("facebook/xnli", "en"), "xnli", _pair("premise", "hypothesis"),
              "accuracy", NLI, train_on={"mnli": ("mnli",), "snli+mnli": ("snli", "mnli")}),
         _glue("qnli", _pair("question", "sentence"), ("entailment", "not_entailment"), held_out=0.05),
         _glue("qqp", _pair("question1", "question2"), ("not_duplicate", "duplicate"), metric="f1_macro",
@@ -104,11 +100,11 @@ TASKS: dict[str, Task] = {
                 separate=False),
         _corpus("imdb-text", Hub("stanfordnlp/imdb"), "imdb", train=("unsupervised",), validation=HELD_OUT,
                 held_out=0.02),
-        Task("conll2003", TOKENS, Hub("eriktks/conll2003", revision="refs/convert/parquet"), "conll2003",
-             {"tokens": "tokens", "tags": "ner_tags"}, "entity_f1", _TAGS_CONLL),
-        Task("ptb-pos", TOKENS, None, "ptb-pos", {"tokens": "tokens", "tags": "tags"},
+        Task("conll2003", "token-classification", Hub("eriktks/conll2003", revision="refs/convert/parquet"),
+             "conll2003", {"tokens": "tokens", "tags": "ner_tags"}, "entity_f1", _TAGS_CONLL),
+        Task("ptb-pos", "token-classification", None, "ptb-pos", {"tokens": "tokens", "tags": "tags"},
              "token_accuracy", validation=HELD_OUT),
-        Task("squad", QA, Hub("rajpurkar/squad"), "squad",
+        Task("squad", "question-answering", Hub("rajpurkar/squad"), "squad",
              {"id": "id", "question": "question", "context": "context", "answers": "answers"}, "f1",
              validation=HELD_OUT, test="validation", group="text"),
     )

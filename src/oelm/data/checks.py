@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, LM, SEQ2SEQ
 from oelm.data.store import Split, Store
 
 BAR = 30  # characters of the longest bar in a histogram
@@ -19,7 +18,7 @@ def describe(store: Store) -> dict[str, Any]:
         "fingerprint": store.fingerprint,
         "tokenizer": store.meta["tokenizer"],
         "max_length": store.max_length,
-        **({"max_target_length": store.max_target_length} if store.kind == SEQ2SEQ else {}),
+        **({"max_target_length": store.max_target_length} if store.max_target_length is not None else {}),
         "label_names": store.label_names,
         "splits": {name: _describe_split(store, split) for name, split in store.splits.items()},
         "duplicates": store.meta["duplicates"],
@@ -30,15 +29,15 @@ def describe(store: Store) -> dict[str, Any]:
 
 def _describe_split(store: Store, split: Split) -> dict[str, Any]:
     found: dict[str, Any] = {key: split.meta[key] for key in ("items", "tokens", "bytes")}
-    if store.kind == LM:
+    if not split.has("offsets"):  # a stream
         return found | {"bytes_per_token": split.bytes / max(1, len(split.tokens))}
     found |= _describe_lengths(split, "", split.lengths)
-    if store.kind == SEQ2SEQ:
+    if split.has("target_tokens"):
         found |= {f"target_{key}": split.meta[f"target_{key}"] for key in ("tokens", "bytes")}
         found |= _describe_lengths(split, "target_", split.target_lengths)
     if "class_counts" in split.meta:
         found["class_counts"] = dict(zip(store.label_names, split.meta["class_counts"], strict=True))
-    if store.kind == CLASSIFICATION:
+    if split.has("labels"):
         found["majority_share"] = max(split.meta["class_counts"]) / len(split)
     return found
 

@@ -31,11 +31,13 @@ class Choice:
     max_length: int = 512
     target: str | None = None
     max_target_length: int | None = None
+    kind: str | None = None
+    metric: str | None = None
 
     def load(self) -> Dataset:
         """The rows, checked and assigned to splits."""
         if self.data in TASKS:
-            for name in ("text_pair", "test_file", "target"):
+            for name in ("text_pair", "test_file", "target", "kind", "metric"):
                 if getattr(self, name) is not None:
                     raise UserError(
                         f"{self.data} is a task with fixed columns and splits; {name} is for files"
@@ -47,7 +49,8 @@ class Choice:
             raise UserError(f"{self.data!r} is neither a task (see `oelm data list`) nor a file")
         return load_file(
             self.data, text=self.text, text_pair=self.text_pair, label=self.label, test_file=self.test_file,
-            train_size=self.train_size, split_seed=self.split_seed, target=self.target,
+            train_size=self.train_size, split_seed=self.split_seed, target=self.target, kind=self.kind,
+            metric=self.metric,
         )  # fmt: skip
 
     def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, QA, SEQ2SEQ, TOKENS
 from oelm.data.files import Chunk, Source
 from oelm.data.shuffle import text_key
 from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
+from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -49,13 +49,15 @@ class Dataset:
     """What `load_task` and `load_file` return and `prepare` turns into a store."""
 
     name: str
-    kind: str
+    kind: str  # a name in `oelm.data.tasks`
     parts: list[Part]
     metric: str
     label_names: list[str]
     identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
-    separate: bool = True  # LM: are rows documents?
-    held_out: dict[str, float] = field(default_factory=dict)  # LM: split -> share of the training documents
+    separate: bool = True  # a corpus: are rows documents?
+    held_out: dict[str, float] = field(
+        default_factory=dict
+    )  # a corpus: split -> share of the training documents
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
@@ -75,7 +77,7 @@ class Dataset:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Rows per split (not for LM, whose corpora are counted while they are written)."""
+        """Rows per split (not of a corpus, which is counted while it is written)."""
         codes = np.concatenate([part.split for part in self.parts])
         return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
 
@@ -87,23 +89,12 @@ class Dataset:
             self.dropped[why] = self.dropped.get(why, 0) + int(mask.sum())
 
 
-def item_texts(kind: str, row: dict[str, Any]) -> tuple[str, ...]:
-    """The texts that make an item what it is, the one that groups related items first."""
-    if kind == TOKENS:
-        return (" ".join(row["tokens"]),)
-    if kind == QA:
-        return (row["context"], row["question"])
-    if kind == SEQ2SEQ:
-        return (row["text"], row["target"])
-    return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
-
-
 def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
     """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty.
 
     With `whole_pairs` a pair is empty where one of its texts is.
     """
-    written = dataset.kind == SEQ2SEQ  # then both texts are needed, and the source alone makes a duplicate
+    kind = task_kind(dataset.kind)
     keys: list[int] = []
     groups: list[int] = []
     empty: list[bool] = []
@@ -113,11 +104,11 @@ def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
         for role, values in columns.items():
             check_values(part, role, values, first)
         for row in zip(*columns.values(), strict=True):
-            texts = item_texts(dataset.kind, dict(zip(columns, row, strict=True)))
-            keys.append(text_key(*(texts[:1] if written else texts)))
+            texts = kind.item_texts(dict(zip(columns, row, strict=True)))
+            keys.append(text_key(*(texts[:1] if kind.writes else texts)))
             groups.append(text_key(texts[0]))
             there = [bool(text and not text.isspace()) for text in texts]
-            empty.append(not (all(there) if written or whole_pairs else any(there)))
+            empty.append(not (all(there) if kind.writes or whole_pairs else any(there)))
             halves += whole_pairs and any(there) and not all(there)
         part.values.extend(chunk.get("label", []))
     part.keys = np.array(keys, dtype=np.uint64)
@@ -199,7 +190,7 @@ def cut_train(dataset: Dataset, size: int, seed: int) -> None:
     if not max(1, classes) <= size <= len(rows):
         raise UserError(
             f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows"
-            + (f" in {classes} classes" if dataset.kind == CLASSIFICATION else "")
+            + (f" in {classes} classes" if classes > 1 else "")
         )
     mask = np.zeros(len(free), dtype=bool)
     mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)
@@ -216,13 +207,7 @@ def finish(dataset: Dataset) -> None:
     for code, split in enumerate(SPLITS):
         if not (codes == code).any():
             raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")
-        if dataset.kind == CLASSIFICATION:
-            missing = set(range(len(dataset.label_names))) - set(labels[codes == code].tolist())
-            names = ", ".join(dataset.label_names[i] for i in sorted(missing))
-            if missing and split == "train":
-                raise UserError(f"{dataset.name}: no training text has the label {names}")
-            if missing:
-                dataset.warnings.append(f"no text of the {split} split has the label {names}")
+        task_kind(dataset.kind).check_split(dataset, split, labels[codes == code])
     for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
         rows = codes == SPLITS.index(other)
         twice = int(np.isin(keys[rows], keys[codes == SPLITS.index(one)]).sum())

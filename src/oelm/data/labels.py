@@ -127,8 +127,8 @@ def _refuse_fractions(names: list[str], source: Source, column: str) -> None:
 
 def _fraction(value: Any, place: str, column: str) -> UserError:
     return UserError(
-        f"{place}: label {value!r} in column {column!r} is a fraction; regression is not supported, "
-        "only classes"
+        f"{place}: label {value!r} in column {column!r} is a fraction, not a class; numbers are "
+        "learned with --kind regression (task.kind)"
     )
 
 
@@ -138,7 +138,7 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
     if len(names) > max(100, len(labels) // 10):
         raise UserError(
             f"{source.name}: label column {column!r} holds {len(names)} different values in "
-            f"{len(labels)} rows; that looks like regression, an id or a text, and only classes are supported"
+            f"{len(labels)} rows: too many for classes. Numbers are learned with --kind regression"
         )
     if all_whole(names):
         return sorted(names, key=lambda name: (Decimal(name), name))

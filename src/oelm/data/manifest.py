@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION
 from oelm.errors import UserError
 from oelm.system.files import is_out_of_memory, read_json
 
@@ -32,8 +31,9 @@ NO_CHECKSUMS = (
     "the prepared dataset has no checksums, as an earlier version made it: a change of its files would not "
     f"be noticed; {AGAIN}"
 )
-PER_ITEM = ("labels", "ids", "second", "starts", "ends", "context")
+PER_ITEM = ("labels", "values", "ids", "second", "starts", "ends", "context")
 PER_TOKEN = ("tags", "words", "chars_from", "chars_to")
+REAL = ("values",)  # columns of real numbers
 SPLIT_COUNTS = ("items", "tokens", "bytes", "truncated", "longest")
 KINDS = {
     "task": str, "kind": str, "metric": str, "label_names": list, "max_length": int, "tokenizer": dict,
@@ -89,7 +89,7 @@ def _problem(meta: dict[str, Any]) -> str | None:
             return f"the split {name} names no columns"
         written = [key for key in split if key.startswith("target_")]
         counts += [(f"{name}.{key}", split.get(key)) for key in (*SPLIT_COUNTS, *written)]
-        classes = split.get("class_counts", None if meta["kind"] == CLASSIFICATION else meta["label_names"])
+        classes = split.get("class_counts", None if "labels" in split["columns"] else meta["label_names"])
         if not isinstance(classes, list) or len(classes) != len(meta["label_names"]):
             return f"the split {name} does not count its classes"
         counts += [(f"{name}.class_counts", count) for count in split.get("class_counts", [])]
@@ -155,7 +155,7 @@ def read_column(path: Path) -> np.ndarray:
             raise
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is missing or damaged ({why}); {AGAIN}") from None
-    if column.ndim != 1 or column.dtype.kind not in "iu":
+    if column.ndim != 1 or column.dtype.kind not in ("f" if path.name.split(".")[-2] in REAL else "iu"):
         raise UserError(f"{path} is damaged: it holds no row of whole numbers; {AGAIN}")
     return column
 

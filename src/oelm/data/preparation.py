@@ -4,20 +4,27 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from oelm.data.catalogue import CLASSIFICATION, LM, QA, SEQ2SEQ, TOKENS
-from oelm.data.dataset import SPLITS, Dataset, Part, item_texts
+from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.files import Chunk
 from oelm.data.progress import progress
 from oelm.data.store import Store
+from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
-from oelm.data.writer import cache_dir, cached_store, split_writers
+from oelm.data.writer import cache_dir, cached_store
 from oelm.system.files import folder_name
 
 VERSION = 1  # of what the encoders write: part of every fingerprint
+
+
+class Lengths(NamedTuple):
+    """Where texts are cut, in tokens: `max_length` and `max_target_length`."""
+
+    text: int
+    target: int
 
 
 def prepare(
@@ -39,77 +46,25 @@ def prepare(
     loaded = None if size else load_tokenizer(tokenizer)
     options: dict[str, Any] = {"version": VERSION, "data": dataset.fingerprint()}
     options["tokenizer"] = tokenizer if loaded is None else _tokenizer_digest(loaded)
-    if dataset.kind != LM:  # a corpus is cut into windows only when it is read
-        options["max_length"] = max_length
-    if dataset.kind == SEQ2SEQ:
-        options["max_target_length"] = max_target_length
+    kind = task_kind(dataset.kind)
+    lengths = Lengths(max_length, max_target_length)
+    options |= kind.lengths(lengths)
     fingerprint = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def make(folder: Path) -> dict[str, Any]:
         used = loaded
         if used is None:
-            used = train_tokenizer(training_texts(dataset, show_progress), size or 0)
+            used = train_tokenizer(kind.training_texts(dataset, show_progress), size or 0)
         used.save_pretrained(folder / "tokenizer")
-        splits = _write(dataset, used, max_length, max_target_length, folder, show_progress)
-        return _manifest(dataset, tokenizer, used, max_length, max_target_length, splits)
+        splits = kind.write(dataset, used, folder, lengths, show_progress)
+        return _manifest(dataset, tokenizer, used, {"max_length": max_length} | kind.lengths(lengths), splits)
 
     return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
 
 
-def _write(
-    dataset: Dataset, tokenizer: Any, max_length: int, max_target_length: int, folder: Path, show: bool
-) -> dict[str, Any]:
-    if dataset.kind == LM:
-        from oelm.data.corpus import write_corpus
-
-        return write_corpus(dataset, tokenizer, folder, show)
-    if dataset.kind == TOKENS:
-        from oelm.data.tagging import write_tagged
-
-        return write_tagged(dataset, tokenizer, max_length, folder, show)
-    if dataset.kind == QA:
-        from oelm.data.answers import write_questions
-
-        return write_questions(dataset, tokenizer, max_length, folder, show)
-    if dataset.kind == SEQ2SEQ:
-        from oelm.data.sequences import write_sequences
-
-        return write_sequences(dataset, tokenizer, max_length, max_target_length, folder, show)
-    return write_classified(dataset, tokenizer, max_length, folder, show)
-
-
-def write_classified(
-    dataset: Dataset, tokenizer: Any, max_length: int, folder: Path, show: bool
-) -> dict[str, Any]:
-    """Texts or pairs with one label each."""
-    encoder = Encoder(tokenizer, max_length)
-    pairs = "text_pair" in dataset.parts[0].columns
-    dtypes = item_dtypes(encoder, dataset) | ({"second": np.uint32} if pairs and encoder.typed else {})
-    counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}
-    with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
-        for part, split, rows, ids, chunk in split_chunks(dataset, show):
-            labels = part.labels[rows]
-            counts[split] += np.bincount(labels, minlength=len(counts[split]))
-            columns: dict[str, Any] = {"labels": labels, "ids": ids, "groups": part.numbers[rows]}
-            if pairs:
-                tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
-                columns |= {"second": second} if encoder.typed else {}
-            else:
-                tokens, lengths, cut = encoder.texts(chunk["text"])
-            size = sum(len(text.encode()) for role in ("text", "text_pair") for text in chunk.get(role, ()))
-            writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **columns)
-        return {
-            split: writer.close() | {"class_counts": counts[split].tolist()}
-            for split, writer in writers.items()
-        }
-
-
-def item_dtypes(encoder: Encoder, dataset: Dataset) -> dict[str, Any]:
-    """The columns every set of items has."""
-    small = np.uint8 if len(dataset.label_names) <= 1 << 8 else np.uint32
-    labels = {"labels": small} if dataset.kind == CLASSIFICATION else {}
-    counts = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
-    return {"tokens": encoder.dtype, **counts, **labels}
+def item_dtypes(encoder: Encoder) -> dict[str, Any]:
+    """The columns that all items have."""
+    return {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
 
 
 def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.ndarray, np.ndarray, Chunk]]:
@@ -137,47 +92,30 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.n
             counted[part.role] += len(part.split)
 
 
-def training_texts(dataset: Dataset, show: bool) -> Iterator[str]:
-    """The texts of the train split, from which a tokenizer may learn."""
-    if dataset.kind == LM:
-        from oelm.data.corpus import documents
-
-        yield from (text for split, text in documents(dataset) if split == "train")
-        return
-    for _, split, _, _, chunk in split_chunks(dataset, show):
-        if split == "train":
-            for row in zip(*chunk.values(), strict=True):
-                yield from item_texts(dataset.kind, dict(zip(chunk, row, strict=True)))
-
-
 def _tokenizer_digest(tokenizer: Any) -> str:
     text = tokenizer.backend_tokenizer.to_str() + str(sorted(tokenizer.special_tokens_map.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _manifest(
-    dataset: Dataset,
-    name: str,
-    tokenizer: Any,
-    max_length: int,
-    max_target_length: int,
-    splits: dict[str, Any],
+    dataset: Dataset, name: str, tokenizer: Any, lengths: dict[str, int], splits: dict[str, Any]
 ) -> dict[str, Any]:
     warnings = list(dataset.warnings)
     for split, meta in splits.items():
         if meta["truncated"]:
             share = meta["truncated"] / meta["items"]
-            warnings.append(f"{share:.1%} of the {split} items are cut at {max_length} tokens")
+            warnings.append(f"{share:.1%} of the {split} items are cut at {lengths['max_length']} tokens")
         if meta.get("target_truncated"):
             share = meta["target_truncated"] / meta["items"]
-            warnings.append(f"{share:.1%} of the {split} targets are cut at {max_target_length} tokens")
+            warnings.append(
+                f"{share:.1%} of the {split} targets are cut at {lengths['max_target_length']} tokens"
+            )
     return {
         "task": dataset.name,
         "kind": dataset.kind,
         "metric": dataset.metric,
         "label_names": dataset.label_names,
-        "max_length": max_length,
-        **({"max_target_length": max_target_length} if dataset.kind == SEQ2SEQ else {}),
+        **lengths,
         "pairs": "text_pair" in dataset.parts[0].columns,
         "tokenizer": {
             "name": name,

@@ -8,6 +8,7 @@
 Only json and numpy are needed to open one, and nothing is unpickled. Tokens are memory-mapped.
 """
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ class Split:
     def bytes(self) -> int:
         """UTF-8 bytes of the text behind the tokens (before truncation): for bits per byte."""
         return int(self.meta["bytes"])
+
+    def right_texts(self) -> dict[int, dict[str, Any]]:
+        """By id: the texts that an evaluation compares with (question answering, sequence to sequence)."""
+        path = self.folder / f"{self.name}.references.jsonl"
+        try:
+            with path.open(encoding="utf-8") as file:
+                return {record["id"]: record for record in map(json.loads, file)}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path} is missing or damaged ({error}); {AGAIN}") from None
 
     def __len__(self) -> int:
         return int(self.meta["items"])

@@ -102,8 +102,8 @@ def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[d
 
 
 @contextlib.contextmanager
-def reference_files(folder: Path, splits: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
-    """A file of JSON lines for each split, for what an evaluation compares texts with."""
+def right_text_files(folder: Path, splits: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
+    """A file of JSON lines for each split: the texts an evaluation compares with (`Split.right_texts`)."""
     with contextlib.ExitStack() as stack:
         files = {
             split: stack.enter_context((folder / f"{split}.references.jsonl").open("w", encoding="utf-8"))

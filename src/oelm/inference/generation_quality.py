@@ -23,6 +23,7 @@ import torch
 from transformers import GenerationConfig
 
 from oelm.data.store import Split
+from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
 from oelm.orthogonal import generator
@@ -99,12 +100,6 @@ def generation_quality(
         "prompts_are": "documents" if whole else "pieces",
         "measures": _measures(tokenizer, generated, held_out),
     }
-
-
-def check_language_model(model: Any, option: str) -> None:
-    """Refuse a model that predicts no next token."""
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise UserError(f"{option} is for language models; a {type(model).__name__} does not continue texts")
 
 
 def _documents(tokens: Array, end: int, prompt: int) -> tuple[Array, Array]:

@@ -15,12 +15,13 @@ from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Store
 from oelm.data.assemble import Layout
-from oelm.data.catalogue import LM
-from oelm.data.tasks.objective import make_objective
+from oelm.data.tasks import make_objective, task_kind
+from oelm.data.tasks.language_modeling import check_language_model
+from oelm.data.tasks.seq2seq import TargetReader, writes_targets
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
-from oelm.inference.generation_quality import Writing, check_language_model, generation_quality
-from oelm.inference.predict import Targets, answer_lines, check_one_label, writes
+from oelm.inference.generation_quality import Writing, generation_quality
+from oelm.inference.predict import answer_lines
 from oelm.inference.zero_shot import make_question, read_items, zero_shot
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
@@ -60,12 +61,12 @@ class Trained:
     @property
     def writes(self) -> bool:
         """Whether the model reads a source and writes a target for it."""
-        return writes(self.model)
+        return writes_targets(self.model)
 
     def predict(
         self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
-        """For each line what this kind of model says: a label, tags, an answer or a target (`lines.py`).
+        """For each line what this kind of model says: a label, a number, tags, an answer or a target.
 
         Where the model reads pairs, or questions, a line is two texts with a tab between them. In the end it
         is said how many lines were empty, and how many too long.
@@ -83,6 +84,8 @@ class Trained:
                 "train_size": None,
                 "train_on": None,
             } | changes
+        if changes.get("name"):  # which a file's columns say nothing of
+            changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
         store = replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
         check_tokenizer(store, self.tokenizer, str(self.folder))
@@ -94,9 +97,9 @@ class Trained:
         `show`: progress on stderr.
         """
         store = self.store(changes)
-        self._check_kind(store)
+        task_kind(store.kind).check_model(self.model, str(self.folder), store.task)
         agree_on_padding(self.model, self.tokenizer)
-        objective = make_objective(store, changes.get("max_length", self.max_length), 0.0, "none")
+        objective = make_objective(store, changes.get("max_length", self.max_length))
         if store.label_names:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
@@ -105,28 +108,16 @@ class Trained:
         layout = Layout(segments=takes_segments(self.model))
         display = Display(split, 0, 0, show, unit="batch")
         try:
-            measured = evaluate(
-                self.model, objective, split, autocast_of(precision, self.device), display.watch, layout
-            )
+            autocast = autocast_of(precision, self.device)
+            measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
         finally:
             display.close()
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
-    def _check_kind(self, store: Store) -> None:
-        if store.kind == LM:
-            check_language_model(self.model, "a corpus")
-            return
-        check_one_label(self.model)
-        if self.model.can_generate() and not self.writes:
-            raise UserError(
-                f"{self.folder} is a language model, and {store.task} has labels: fine-tune it with "
-                "`oelm train --model`, or ask it with --zero-shot"
-            )
-
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
         """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
         store = self.store(changes)
-        if store.kind != LM:
+        if not task_kind(store.kind).stream:
             raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
         window = changes.get("max_length", self.max_length)
         return generation_quality(self.model, self.tokenizer, store[split], window, writing)
@@ -164,7 +155,7 @@ class Trained:
             chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
-            reader = Targets(self.model, self.tokenizer, self.max_length)
+            reader = TargetReader(self.model, self.tokenizer, self.max_length)
             return str(next(reader.answers([prompt], **chosen))["target"])
         ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
         room = self._positions() - ids.shape[1]

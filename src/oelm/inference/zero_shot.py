@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from oelm.data import Choice
-from oelm.data.catalogue import CLASSIFICATION
 from oelm.data.preparation import split_chunks
-from oelm.data.tasks import metrics
+from oelm.data.tasks import task_kind
+from oelm.data.tasks.classification import classification_metrics
+from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
-from oelm.inference.generation_quality import check_language_model
 from oelm.orthogonal import generator
 from oelm.training.evaluate import LOGITS, TOKENS
 
@@ -83,7 +83,7 @@ class Items:
 def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
     """The texts of a split; with a limit, that many of them, drawn with the seed."""
     dataset = choice.load()
-    if dataset.kind != CLASSIFICATION:
+    if not task_kind(dataset.kind).class_labels:
         raise UserError(f"--zero-shot needs texts with one label each; {choice.data} is {dataset.kind}")
     texts: list[dict[str, str]] = []
     labels: list[int] = []
@@ -126,9 +126,9 @@ def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, wind
         "labels": question.labels,
         "cut": asker.cut,
         "metrics": {
-            name: metrics.classification(items.labels, values.argmax(1), n) for name, values in scores.items()
+            name: classification_metrics(items.labels, values.argmax(1), n) for name, values in scores.items()
         },
-        "references": {"majority": metrics.classification(items.labels, majority, n)},
+        "references": {"majority": classification_metrics(items.labels, majority, n)},
     }
 
 

@@ -1,6 +1,6 @@
 """Where Q, K, V, O and the feed-forward network are in each architecture: a table, and its reader.
 
-To support another architecture, add a row under its `config.model_type`:
+To support another architecture, add a row under its `config.model_type`, in a plugin or in your own script:
 
     oelm.FAMILIES["my-bert"] = oelm.Family(
         attentions=(oelm.Attention("encoder.layer.*.attn", q="query", k="key", v="value", o="out"),),
@@ -23,6 +23,7 @@ from transformers import Conv1D
 from oelm.errors import UserError
 from oelm.method import Method, freezes_only_embeddings, select_layers
 from oelm.models.fused import PARTS, SplitQKV, as_linear, part_view
+from oelm.system.plugins import Registry
 from oelm.system.private_peft import BASE_LAYER, base_layer
 from oelm.system.private_torch import unwrap
 
@@ -95,7 +96,7 @@ _LLAMA = Family(
 )
 _T5_FFN = ("encoder.block.*.layer.1.DenseReluDense", "decoder.block.*.layer.2.DenseReluDense")
 
-FAMILIES: dict[str, Family] = {
+_FAMILIES = {
     "oelm-gpt": Family(
         attentions=(Attention("h.*.attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),),
         ffn_in=("h.*.mlp.fc_in",),
@@ -155,6 +156,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
+FAMILIES: Registry[Family] = Registry("family", _FAMILIES)
 
 
 @dataclass

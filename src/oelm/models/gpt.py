@@ -236,8 +236,11 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
         )
 
 
-def cross_entropy(logits: Tensor, labels: Tensor | None) -> Any:
-    """The mean over the labels that count (not -100), in float32; None without labels."""
+def label_loss(logits: Tensor, labels: Tensor | None) -> Any:
+    """The mean over the labels that count (not -100), in float32: the cross-entropy, or the squared error of
+    real numbers. None without labels."""
+    if labels is not None and labels.is_floating_point():
+        return F.mse_loss(logits.float().squeeze(-1), labels.float())
     return None if labels is None else F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
@@ -276,9 +279,7 @@ class OelmGPTForSequenceClassification(_Bidirectional):
     def classified(self, pooled: Tensor, labels: Tensor | None, hidden: Any) -> SequenceClassifierOutput:
         """The output for pooled texts (B, C)."""
         logits = self.classifier(self.dropout(pooled))
-        return SequenceClassifierOutput(
-            loss=cross_entropy(logits, labels), logits=logits, hidden_states=hidden
-        )
+        return SequenceClassifierOutput(loss=label_loss(logits, labels), logits=logits, hidden_states=hidden)
 
 
 def last_positions(valid: Tensor) -> Tensor:
@@ -298,7 +299,7 @@ class OelmGPTForTokenClassification(_Bidirectional):
         out = self.transformer(input_ids, attention_mask, **kwargs)
         logits = self.classifier(self.dropout(out.last_hidden_state))
         return TokenClassifierOutput(
-            loss=cross_entropy(logits, labels), logits=logits, hidden_states=out.hidden_states
+            loss=label_loss(logits, labels), logits=logits, hidden_states=out.hidden_states
         )
 
 
@@ -325,7 +326,7 @@ class OelmGPTForQuestionAnswering(_Bidirectional):
             places = [
                 p.where((p >= 0) & (p < start.shape[1]), -100) for p in (start_positions, end_positions)
             ]
-            loss = (cross_entropy(start, places[0]) + cross_entropy(end, places[1])) / 2
+            loss = (label_loss(start, places[0]) + label_loss(end, places[1])) / 2
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oelm.data.tasks.objective import Batch, pinned
+from oelm.data.tasks.base import Batch, pinned
 
 MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
 

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from oelm.data import Epoch
-from oelm.data.tasks.objective import Batch, Classification, Objective
+from oelm.data.tasks.base import Batch, Objective
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
@@ -54,7 +54,7 @@ class FastStep(PlainStep):
     def _prepare_model(self) -> None:
         training, raw = self.config.training, self.raw
         self.rows = None  # of the embedding: in use, of all
-        if not training.fsdp and self.objective.store.kind != "lm":
+        if not training.fsdp and not self.objective.kind.stream:
             self.rows = set_aside(raw, self.objective.store.used_tokens())
         self.padded, self.eager = self._why_padded(), self._why_eager()
         packed, recorded = self.padded is None, self.eager is None
@@ -63,7 +63,7 @@ class FastStep(PlainStep):
     def _why_padded(self) -> str | None:
         """Why texts are padded in this run; None where they are packed."""
         is_gpt = isinstance(self.raw, OelmGPTPreTrainedModel)
-        if not isinstance(self.objective, Classification) or not is_gpt:
+        if not self.objective.kind.packable or not is_gpt:
             return "only classifiers of the reference GPT are packed"
         if self.state.device.type != "cuda":
             return "without a GPU padding to similar lengths is as fast"
@@ -92,7 +92,7 @@ class FastStep(PlainStep):
         store, short = self.objective.store, list(live_weights(self.raw).values())
         # fp16 may skip a step, an encoder-decoder reads other tokens than its texts', and where tokens do not
         # fit into memory they are better read as they are needed.
-        can = self.precision != "fp16" and store.kind != "seq2seq" and not self.reads_ahead
+        can = self.precision != "fp16" and not self.objective.kind.writes and not self.reads_ahead
         if not short or not can or self.state.num_processes > 1:
             return None
         return make_windows(short[0], self.optimizer, store, self.resolved.plan)

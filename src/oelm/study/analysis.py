@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from oelm.data.tasks import larger_is_better
 from oelm.errors import UserError
 from oelm.study import statistics
 from oelm.study.design import Study
@@ -226,7 +227,7 @@ def _by_item(
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
     """The same difference over test items, if both arms recorded a score for each item."""
     a, b = (_item_scores(metric, [pair[place] for pair in pairs]) for place in (0, 1))
-    if a is None or b is None or a.shape != b.shape:
+    if a is None or b is None or a.shape != b.shape or not larger_is_better(metric):
         return None, None
     right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
     return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None

@@ -18,12 +18,12 @@ from oelm.training.stopping import stopping
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from oelm.data.tasks.objective import Objective
+    from oelm.data.tasks.base import Objective
 
 
 def prepare_settings(study: Study) -> list[Setting]:
     """Prepare the dataset of every task and its trivial baselines, before anything is trained."""
-    from oelm.data.trivial_baselines import trivial_references
+    from oelm.data.trivial_baselines import trivial_baselines
     from oelm.training.parallel import process_state
     from oelm.training.resolve import objective_of, prepare_data, resolve_run
 
@@ -33,7 +33,7 @@ def prepare_settings(study: Study) -> list[Setting]:
         config, store = prepare_data(study.task_config(task), device, show=True)
         for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
-        trivial_references(store)  # computed once here; every run reads the cache
+        trivial_baselines(store)  # computed once here; every run reads the cache
         run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
         settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]
@@ -62,7 +62,7 @@ def _build(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objec
     from oelm.training.resolve import objective_of
 
     objective = objective_of(config, setting.store)
-    model, _ = build_model(config, setting.store, objective.auto_class)
+    model, _ = build_model(config, setting.store)
     return model, objective
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
-from oelm.data.tasks.metrics import LOWER_IS_BETTER
+from oelm.data.tasks import larger_is_better
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
@@ -96,7 +96,7 @@ class Setting:
 
     @property
     def larger_is_better(self) -> bool:
-        return self.store.metric not in LOWER_IS_BETTER
+        return larger_is_better(self.store.metric)
 
     def matrix(self) -> Matrix:
         return self.study.matrix(self.scores, self.larger_is_better)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from oelm.config import RunConfig
-from oelm.data.tasks.metrics import LOWER_IS_BETTER
+from oelm.data.tasks import larger_is_better
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.matrix import Cell
@@ -133,7 +133,7 @@ class Record:
 
     @property
     def larger_is_better(self) -> bool:
-        return self.metric not in LOWER_IS_BETTER
+        return larger_is_better(self.metric)
 
     @property
     def choosing(self) -> bool:

@@ -26,6 +26,7 @@ from oelm.config import rebuild_config
 from oelm.data import open_store
 from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError, UserError
 from oelm.system.files import write_json
+from oelm.system.plugins import load_plugins
 from oelm.training.failure import failure_kind
 from oelm.training.loop import train
 
@@ -65,7 +66,9 @@ def _reason(error: Exception) -> str:
 
 
 def _train(job: dict[str, Any]) -> None:
-    config, store, out = rebuild_config(job["config"]), open_store(job["store"]), Path(job["out"])
+    config = rebuild_config(job["config"])
+    load_plugins(config.plugins)
+    store, out = open_store(job["store"]), Path(job["out"])
     end = time.monotonic() + LOCK_PATIENCE
     while True:
         try:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oelm.data.assemble import Layout
-from oelm.data.tasks.objective import PADDED, Measured, Objective
+from oelm.data.tasks.base import PADDED, Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray
@@ -23,8 +23,8 @@ def evaluate(
     objective: Objective,
     split: str,
     autocast: Any,
-    watch: Callable[[int, int], None] = lambda done, of: None,
     layout: Layout = PADDED,
+    watch: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
 
@@ -34,7 +34,7 @@ def evaluate(
     """
     state = process_state()
     tokens = TOKENS
-    if objective.store.kind in ("lm", "seq2seq"):
+    if objective.kind.predicts_tokens:
         tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
     plan = objective.plan(split, None, max(tokens, _longest(objective, split)), None)
     epoch = plan.epoch()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from oelm.data.tasks.base import TaskKind
 from oelm.errors import UserError
 from oelm.models.pretrained import check_checkpoint
 from oelm.system.files import read_object
@@ -39,7 +40,7 @@ def short_model_name(name: str) -> str:
     return path.parent.name if path.name == "model" and (path.parent / "config.toml").is_file() else path.name
 
 
-def notes_on_start(name: str, kind: str, max_length: int) -> list[str]:
+def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[str]:
     """What a reader of a run should know about the model it starts from, where that was trained here."""
     config = Path(name) / "config.json"
     values = read_object(config) if config.is_file() else {}
@@ -47,7 +48,7 @@ def notes_on_start(name: str, kind: str, max_length: int) -> list[str]:
         return []
     notes = []
     causal = "OelmGPTForCausalLM" in (values.get("architectures") or [])
-    if causal and kind != "lm":
+    if causal and not kind.stream:
         notes.append(
             f"{name} was trained as a language model, which sees only what came before; for this task it "
             "attends in both directions"

@@ -19,7 +19,7 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.tasks.objective import Measured
+from oelm.data.tasks.base import Measured
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.training import parallel, results
@@ -71,7 +71,7 @@ def _train(
     resolved = resolve_run(config, objective, state.device, state.num_processes)
     results.check_trackers(config.training.trackers)
     with state.main_process_first():
-        raw, report = build_model(resolved.config, store, objective.auto_class)
+        raw, report = build_model(resolved.config, store)
     run = None
     try:
         if state.is_main_process:
@@ -203,8 +203,7 @@ def _check_finite(run: Run, recent: list[Taken]) -> float:
             progress.step -= len(undone)
             progress.samples -= sum(len(taken.items) for taken in undone)
             progress.tokens -= sum(taken.tokens for taken in undone)
-            split = run.store["train"]
-            ids = step.items if run.store.kind == "lm" else split.ids[step.items]
+            ids = run.objective.ids("train", step.items)
             what = bad or "another process met a number that is not finite"
             raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
@@ -251,7 +250,7 @@ def _evaluate(run: Run, epoch: float) -> bool:
             _save(run)
             raise Interrupted(run.stop.reason)
 
-    measured = evaluate(run.step.model, run.objective, split, run.step.autocast, watch, run.step.layout)
+    measured = evaluate(run.step.model, run.objective, split, run.step.autocast, run.step.layout, watch)
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = run.objective.metric
@@ -346,7 +345,7 @@ def _finish(run: Run) -> dict[str, Any]:
     tested = None
     if training.test:
         watch = functools.partial(run.display.evaluating, "test")
-        tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, watch, run.step.layout)
+        tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
     weights = (
         full_state(run.step.raw) if training.test else {}
     )  # every process takes part: shards are gathered

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from oelm.data.tasks import KINDS
 from oelm.system.files import folder_name, replacing
 
 Array = np.ndarray
@@ -31,7 +32,7 @@ UNREADABLE = (
 
 class ItemScores(NamedTuple):
     """Scores of all items in the order of their ids: a metric is sum(scores) / sum(weights), a perplexity
-    the exponential of that. `groups` is None for records that have none."""
+    the exponential and an RMSE the root of that. `groups` is None for records that have none."""
 
     scores: Array  # (N,) float64
     weights: Array  # (N,) float64: 1, or how many tokens, tags or entities an item counts for
@@ -40,24 +41,10 @@ class ItemScores(NamedTuple):
 
 
 def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
-    """The metric item by item; None for one that is no sum over items (macro F1), or was not recorded.
-
-    Classes: right or wrong. Questions and written texts: exact match or F1. Tags: right ones, of so many;
-    `entity_f1`: twice the right entities, of those there and those predicted. Perplexity and loss: nats, of
-    so many tokens; an item is a window or a target.
-    """
-    found: tuple[Array, Array | None] | None = None
-    if metric in arrays:
-        found = arrays[metric], None
-    elif metric == "accuracy" and _has(arrays, "predictions", "labels"):
-        found = arrays["predictions"] == arrays["labels"], None
-    elif metric == "token_accuracy" and _has(arrays, "right", "tags"):
-        found = arrays["right"], arrays["tags"]
-    elif metric == "entity_f1" and _has(arrays, "entities_right", "entities", "entities_predicted"):
-        claimed = arrays["entities_predicted"].astype(np.float64)
-        found = 2.0 * arrays["entities_right"], arrays["entities"] + claimed
-    elif metric in ("perplexity", "loss") and _has(arrays, "scores", "tokens"):
-        found = arrays["scores"], arrays["tokens"]
+    """The metric item by item (`TaskKind.item_scores`); None for one that is no mean over items (macro F1)
+    or was not recorded."""
+    every = (kind.item_scores(metric, arrays) for kind in KINDS.values())
+    found = next((scores for scores in every if scores is not None), None)
     if found is None:
         return None
     scores, weights = found
@@ -65,10 +52,6 @@ def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
     weights = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
     groups = arrays["groups"][order] if "groups" in arrays else None
     return ItemScores(scores[order].astype(np.float64), weights, groups, arrays["ids"][order])
-
-
-def _has(arrays: Mapping[str, Array], *names: str) -> bool:
-    return all(name in arrays and arrays[name].ndim == 1 for name in names)
 
 
 def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -106,7 +89,7 @@ def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, t
     own = {name: arrays[name] for name in OWN if _numbers(arrays, name)}
     if "scores" in own and "tokens" not in shared:
         del own["scores"]  # of an answer's place: no nats
-    if "predictions" in own and "labels" in shared:
+    if _numbers(own, "predictions", "iu") and _numbers(shared, "labels", "iu"):
         own[WRONG] = _smallest(np.bitwise_xor(own.pop("predictions"), shared["labels"]))
     digest = _digest(shared)
     path = root / f"items-{folder_name(task, 60)}-{digest[:12]}.npz"
@@ -115,8 +98,8 @@ def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, t
     _write(folder / FILE, own | {DIGEST: np.frombuffer(bytes.fromhex(digest), dtype=np.uint8)})
 
 
-def _numbers(arrays: Mapping[str, Array], name: str) -> bool:
-    return name in arrays and arrays[name].ndim == 1 and arrays[name].dtype.kind in "iuf"
+def _numbers(arrays: Mapping[str, Array], name: str, kinds: str = "iuf") -> bool:
+    return name in arrays and arrays[name].ndim == 1 and arrays[name].dtype.kind in kinds
 
 
 def read_predictions(folder: Path) -> dict[str, Array] | None:

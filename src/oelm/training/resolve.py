@@ -11,11 +11,11 @@ import torch
 
 from oelm.config import RunConfig, TaskConfig, TrainingConfig
 from oelm.data import TASKS, Choice, Plan, Store
-from oelm.data.catalogue import LM, SEQ2SEQ
-from oelm.data.tasks.objective import Objective, make_objective
+from oelm.data.tasks import make_objective, task_kind
+from oelm.data.tasks.base import Objective
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
-from oelm.models.build import default_model, refuse_seq2seq
+from oelm.models.build import check_gpt, default_model
 from oelm.models.gpt_sizes import PRESETS
 from oelm.training.lineage import check_start, model_folder, notes_on_start, short_model_name
 
@@ -53,7 +53,7 @@ def resolve_run(
     warnings = [
         *([warning] if warning else []),
         *store.warnings,
-        *notes_on_start(str(config.model.name), store.kind, config.task.max_length),
+        *notes_on_start(str(config.model.name), objective.kind, config.task.max_length),
     ]
     if training.choose_on == "test":
         warnings.append(
@@ -105,7 +105,7 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
         check_prepared(store, task)
         if model not in PRESETS:
             check_tokenizer(store, load_tokenizer(model), model)
-        if store.kind != LM:
+        if not task_kind(store.kind).stream:
             task = replace(task, max_length=store.max_length)
     return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
 
@@ -133,7 +133,7 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
     if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
         raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
     if task.target and model in PRESETS:  # known before anything is prepared
-        refuse_seq2seq(model, SEQ2SEQ)
+        check_gpt(model, task_kind("seq2seq"))
     values = {key: value for key, value in vars(task).items() if key not in ("name", "data", "tokenizer")}
     tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
     return Choice(str(task.name or task.data), **values, tokenizer=tokenizer)
@@ -156,11 +156,17 @@ def check_prepared(store: Store, task: TaskConfig) -> None:
             f"{task.data} is prepared already: train_size, train_on and test_file come too late; "
             "give them to `oelm data prepare`"
         )
+    for key in ("kind", "metric"):
+        if getattr(task, key) not in (None, getattr(store, key)):
+            raise UserError(
+                f"{task.data} was prepared with {key} {getattr(store, key)}, not {getattr(task, key)}; "
+                "prepare it again"
+            )
     if task.tokenizer and task.tokenizer != made_with:
         raise UserError(
             f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}; prepare it again"
         )
-    if store.kind != LM and task.max_length not in (TaskConfig.max_length, store.max_length):
+    if not task_kind(store.kind).stream and task.max_length not in (TaskConfig.max_length, store.max_length):
         raise UserError(
             f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}; prepare it "
             "again, or leave max_length out"

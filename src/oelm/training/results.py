@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from oelm.config import RunConfig
-from oelm.data.catalogue import LM
+from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import JOINER, Encoder
-from oelm.data.trivial_baselines import trivial_references
+from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
 from oelm.system.private_accelerate import lacks_package, tracker_classes
@@ -38,11 +38,11 @@ def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings().weight.numel()
-    multiplied = everything if kind == "lm" else everything - embeddings
+    multiplied = everything if task_kind(kind).predicts_tokens else everything - embeddings
     text_config = model.config.get_text_config()
     width, layers = text_config.hidden_size, text_config.num_hidden_layers
     activations = on_device * width * layers * 40 * 4
-    if kind in ("lm", "seq2seq"):
+    if task_kind(kind).predicts_tokens:
         activations += on_device * text_config.vocab_size * 3 * 4
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
@@ -82,7 +82,7 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
     progress, metric = run.progress, run.objective.metric
     split = "validation" if test_metrics is None else "test"
-    references = trivial_references(run.store, ("validation",) if test_metrics is None else SPLITS)
+    references = trivial_baselines(run.store, ("validation",) if test_metrics is None else SPLITS)
     measured = (progress.best or {})["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
@@ -232,7 +232,8 @@ def _flat_text(values: dict[str, Any]) -> dict[str, str]:
 
 def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """model/: the best model with its tokenizer and a card, whole or not at all."""
-    run.step.raw.config.text_pairs = bool(run.store.meta.get("pairs"))  # what `oelm predict` must know
+    run.step.raw.config.task_kind = run.store.kind  # what `oelm predict` must know
+    run.step.raw.config.text_pairs = bool(run.store.meta.get("pairs"))
     tokenizer = run.store.tokenizer()
     tokenizer.model_max_length = run.config.task.max_length  # longer texts it has never seen
     card = trained_card(run, results)
@@ -249,7 +250,8 @@ def trained_card(run: "Run", results: dict[str, Any]) -> str:
         if isinstance(value, int | float)
     )
     longest = run.config.task.max_length
-    cut = f"Windows of {longest} tokens." if store.kind == LM else f"Texts were cut at {longest} tokens."
+    stream = run.objective.kind.stream
+    cut = f"Windows of {longest} tokens." if stream else f"Texts were cut at {longest} tokens."
     if store.meta.get("pairs") and not Encoder(store.tokenizer(), store.max_length).has_pairs:
         cut += f" The texts of a pair are one: the first, `{JOINER}`, a space, the second."
     body = [

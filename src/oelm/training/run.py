@@ -10,7 +10,7 @@ from accelerate import PartialState
 from oelm.audit import Fingerprint, audit, fingerprint
 from oelm.config import RunConfig
 from oelm.data import Store
-from oelm.data.tasks.objective import Objective
+from oelm.data.tasks.base import Objective
 from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.system.files import is_out_of_memory
@@ -164,7 +164,7 @@ def fall_back(run: Run, number: int) -> None:
     progress = run.progress
     model, moments = run.step.hand_over(number - 1)
     run.objective = objective_of(run.config, run.store)
-    raw, _ = build_model(run.config, run.store, run.objective.auto_class)
+    raw, _ = build_model(run.config, run.store)
     run.step = PlainStep(run.resolved, run.objective, raw.to(run.state.device), run.state)
     run.step.restore(Checkpoint(model, moments, {}))
     audit(raw, run.before)

@@ -15,7 +15,7 @@ from torch import Tensor
 from oelm.data import Epoch
 from oelm.data.assemble import Layout
 from oelm.data.read_ahead import read_whole
-from oelm.data.tasks.objective import Batch, Objective
+from oelm.data.tasks.base import Batch, Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore

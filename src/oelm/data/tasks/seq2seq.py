@@ -1,10 +1,18 @@
 """Sequence to sequence: an encoder reads the source, a decoder writes the target (T5, BART and their like).
 
 A target is learned token by token, and measured by the text the model writes by itself: the likeliest token
-every time, until it ends or is longer than any target of the train split.
+every time, until it ends or is longer than any target of the train split. Sources and targets lie in a flat
+array each. The splits that are measured also keep both texts (`Split.right_texts`): what a model writes is
+compared with the target as the file has it, not with what was left of it after tokenising and cutting.
 """
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +22,37 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
-from oelm.data import IGNORE, Plan, Store, read_references
-from oelm.data.assemble import Layout
-from oelm.data.tasks import metrics
-from oelm.data.tasks.objective import PADDED, Batch, Measured, Objective, token_loss
-from oelm.data.tokenizer import boundary_id
+from oelm.data.batches import Plan
+from oelm.data.dataset import SPLITS, Dataset
+from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.store import IGNORE, Split, Store
+from oelm.data.tasks.base import (
+    PADDED,
+    Array,
+    Baselines,
+    Batch,
+    Columns,
+    Layout,
+    Lengths,
+    Measured,
+    Objective,
+    Reader,
+    Splits,
+    TaskKind,
+    check_lengths,
+)
+from oelm.data.tasks.language_modeling import count_tokens, language_metrics, unigram_cost
+from oelm.data.tasks.question_answering import word_f1
+from oelm.data.tasks.token_classification import token_loss
+from oelm.data.tokenizer import Encoder, boundary_id
+from oelm.data.writer import right_text_files, split_writers
 from oelm.errors import UserError
 
-Array = np.ndarray
-TEXTS = 32  # sources written for at once
+# A word is what stands between spaces; a character of a script that has none (kana, Han) is its own.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
-class Seq2Seq(Objective):
-    auto_class = "AutoModelForSeq2SeqLM"
-
+class Seq2SeqObjective(Objective):
     @cached_property
     def tokenizer(self) -> Any:
         return self.store.tokenizer()
@@ -40,7 +65,7 @@ class Seq2Seq(Objective):
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         padded = self.padded(split, items, layout)
         assert padded.labels is not None
-        tokens = int(self.store[split].lengths[items].sum()) + self.count(split, items)
+        tokens = self.tokens(split, items) + self.count(split, items)
         return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
 
     def count(self, split: str, items: Array) -> int:
@@ -62,20 +87,165 @@ class Seq2Seq(Objective):
         longest = self.store["train"].meta["target_longest"]
         written = write(unwrap(model), self.tokenizer, batch.inputs, max_new_tokens=longest)  # type: ignore[arg-type]
         return losses.sum(), {
-            "predictions": np.array([metrics.plain_text(text) for text in written]),
+            "predictions": np.array([plain_text(text) for text in written]),
             "scores": losses.sum(1).cpu().numpy(),  # nats per target
             "tokens": (labels != IGNORE).sum(1).cpu().numpy(),
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         """`labels` are the right texts, so that equal entries of `predictions` are exact matches."""
-        known = read_references(self.store[split])
+        known = self.store[split].right_texts()
         right = [known[row]["target"] for row in arrays["ids"].tolist()]
-        found = metrics.written_texts(right, arrays["predictions"].tolist())
-        means = {name: float(values.mean()) for name, values in found.items()}
-        labels = np.array([metrics.plain_text(text) for text in right])
-        language = metrics.language(loss_sum, count, self.store[split].meta["target_bytes"])
-        return Measured(language | means, arrays | {"labels": labels} | found)
+        scores = text_scores(right, arrays["predictions"].tolist())
+        means = {name: float(values.mean()) for name, values in scores.items()}
+        labels = np.array([plain_text(text) for text in right])
+        language = language_metrics(loss_sum, count, self.store[split].meta["target_bytes"])
+        return Measured(language | means, arrays | {"labels": labels} | scores)
+
+
+class TargetReader(Reader):
+    """What an encoder-decoder writes."""
+
+    says = ("target",)
+
+    def answers(self, lines: list[str], **options: Any) -> Iterator[dict[str, Any]]:
+        tokens, lengths, cut = self.encoder.texts(lines)
+        self.cut += cut
+        for target in write(self.model, self.tokenizer, self.inputs(tokens, lengths), **options):
+            yield {"target": target}
+
+
+class Seq2Seq(TaskKind):
+    name = "seq2seq"
+    does = "write targets"
+    auto_class = "AutoModelForSeq2SeqLM"
+    metrics = {"f1": True, "exact_match": True, "perplexity": False, "bits_per_byte": False, "loss": False}
+    metric = "f1"
+    objective = Seq2SeqObjective
+    reader = TargetReader
+    writes = True
+    predicts_tokens = True
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        if not target:
+            raise UserError("seq2seq needs the column of the text to be written: target (--target)")
+        if text_pair or label != "label":
+            other = "text_pair" if text_pair else "label"
+            raise UserError(f"target is the column of a text to be written; it does not go with {other}")
+        if text == target:
+            raise UserError(f"text and target must be different columns, not {[text, target]}")
+        return {"text": text, "target": target}
+
+    def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
+        return (row["text"], row["target"])
+
+    def lengths(self, lengths: Lengths) -> dict[str, int]:
+        return {"max_length": lengths.text, "max_target_length": lengths.target}
+
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        """Columns: tokens, offsets and ids of the sources, target_tokens and target_offsets."""
+        encoder = Encoder(tokenizer, lengths.text)
+        writing = Encoder(tokenizer, lengths.target, target=True)
+        targets = {"target_tokens": encoder.dtype, "target_offsets": np.uint64}
+        dtypes = dict.fromkeys(SPLITS, item_dtypes(encoder) | targets)
+        with split_writers(folder, dtypes) as writers, right_text_files(folder, SPLITS[1:]) as files:
+            for part, split, rows, ids, chunk in split_chunks(dataset, show):
+                tokens, sizes, cut = encoder.texts(chunk["text"])
+                size = sum(len(text.encode()) for text in chunk["text"])
+                items = {"ids": ids, "groups": part.numbers[rows]}
+                writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=sizes, **items)
+                tokens, sizes, cut = writing.texts(chunk["target"])
+                size = _kept_bytes(writing, chunk["target"], tokens, sizes)
+                writers[split].append_targets(bytes=size, truncated=cut, tokens=tokens, lengths=sizes)
+                if split in files:
+                    for row, source, target in zip(ids.tolist(), chunk["text"], chunk["target"], strict=True):
+                        record = {"id": row, "source": source, "target": target}
+                        files[split].write(json.dumps(record, ensure_ascii=False) + "\n")
+            return {split: writer.close() for split, writer in writers.items()}
+
+    def check_config(self, config: Any, name: str) -> None:
+        if not config.is_encoder_decoder:
+            raise UserError(
+                f"{name} is not an encoder-decoder, and writing targets (task.target, --target) needs one; "
+                "name a T5, a BART or their like with --model (a folder or a hub id)"
+            )
+        super().check_config(config, name)
+
+    def fit_model(self, model: Any, store: Store, name: str) -> None:
+        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily.
+
+        What another task left behind (beams, a least length, forbidden repetitions) would be in the way.
+        """
+        start = model.config.decoder_start_token_id
+        if start is None:
+            raise UserError(
+                f"{model.config.model_type}: config.json names no decoder_start_token_id, "
+                "so the model cannot begin a target"
+            )
+        tokenizer = store.tokenizer()
+        model.generation_config = GenerationConfig(
+            max_new_tokens=store["train"].meta["target_longest"],
+            decoder_start_token_id=start,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=boundary_id(tokenizer),
+            pad_token_id=store.pad_id,
+        )
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+        """What can be written without reading (`most_frequent_target` of train; ties: the first by its
+        tokens) and without understanding (`copy_source`), and the `unigram` of the targets."""
+        train = store["train"]
+        bounds = train.target_offsets
+        targets = [train.target_tokens[a:b].tobytes() for a, b in pairwise(bounds.tolist())]
+        # The commonest, and of equally common ones the first: the order of the rows must not matter.
+        most = min(Counter(targets).items(), key=lambda item: (-item[1], item[0]))[0]
+        ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
+        common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
+        found: Baselines = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
+        cost = unigram_cost(count_tokens(train.target_tokens, store.vocab_size))
+        for split in splits:
+            texts = split.right_texts().values()
+            right = [record["target"] for record in texts]
+            for name, written in (
+                ("copy_source", [record["source"] for record in texts]),
+                ("most_frequent_target", [common] * len(right)),
+            ):
+                scores = text_scores(right, written)
+                found[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
+            counts = count_tokens(split.target_tokens, store.vocab_size)
+            found["unigram"][split.name] = language_metrics(
+                float(counts @ cost), int(counts.sum()), split.meta["target_bytes"]
+            )
+        return found, True
+
+    def fits(self, model: Any) -> bool:
+        return writes_targets(model)
+
+
+KIND = Seq2Seq()
+
+
+def writes_targets(model: Any) -> bool:
+    """Whether a model reads a source and writes a target for it."""
+    return bool(model.config.is_encoder_decoder and model.can_generate())
+
+
+def text_scores(right: Sequence[str], written: Sequence[str]) -> dict[str, Array]:
+    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur.
+
+    Spaces aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers.
+    """
+    check_lengths(len(right), len(written))
+    pairs = [*zip(right, written, strict=True)]
+    return {
+        "exact_match": np.array([float(plain_text(text) == plain_text(said)) for text, said in pairs]),
+        "f1": np.array([word_f1(_WORD.findall(text), _WORD.findall(said)) for text, said in pairs]),
+    }
+
+
+def plain_text(text: str) -> str:
+    """A text with single spaces: what tokenizers do to the others says nothing of a model."""
+    return " ".join(text.split())
 
 
 def write(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Tensor], **options: Any) -> list[str]:
@@ -88,22 +258,11 @@ def write(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Tensor], **o
     return tokenizer.backend_tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True)
 
 
-def set_writing(model: PreTrainedModel, store: Store) -> None:
-    """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily.
-
-    What another task left behind (beams, a least length, forbidden repetitions) would be in the way.
-    """
-    start = model.config.decoder_start_token_id
-    if start is None:
-        raise UserError(
-            f"{model.config.model_type}: config.json names no decoder_start_token_id, "
-            "so the model cannot begin a target"
-        )
-    tokenizer = store.tokenizer()
-    model.generation_config = GenerationConfig(
-        max_new_tokens=store["train"].meta["target_longest"],
-        decoder_start_token_id=start,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=boundary_id(tokenizer),
-        pad_token_id=store.pad_id,
-    )
+def _kept_bytes(encoder: Encoder, texts: list[str], tokens: Array, lengths: Array) -> int:
+    """Bytes behind the targets' tokens: what was cut off is not predicted, and no bits are spent on it."""
+    size, end = 0, 0
+    for text, length in zip(texts, lengths.tolist(), strict=True):
+        end += length
+        full = length < encoder.max_length
+        size += len((text if full else encoder.decode(tokens[end - length : end].tolist())).encode())
+    return size

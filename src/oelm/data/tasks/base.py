@@ -1,0 +1,323 @@
+"""What every task kind provides: how its data is read and prepared, what is learned, how it is measured, and
+how a trained model answers lines of text. One kind is one module beside this one (docs/extending.md).
+
+A loss is returned as a *sum* over what counts (texts, target tokens) so that the training loop can divide
+by the count of the whole global batch, whatever the number of processes and accumulation steps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oelm.data.assemble import Layout, Packing, Padded, padded_batch
+from oelm.data.batches import Plan
+from oelm.data.catalogue import Task
+from oelm.data.dataset import Dataset
+from oelm.data.preparation import Lengths, split_chunks
+from oelm.data.read_ahead import read_ahead
+from oelm.data.store import Split, Store
+from oelm.data.tasks import task_kind
+from oelm.data.tokenizer import Encoder, pad_id
+from oelm.errors import UserError
+from oelm.models.fit import takes_segments
+from oelm.system.private_transformers import has_model_for
+
+Array = np.ndarray
+Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
+Splits = dict[str, dict[str, Any]]  # split -> metadata
+Columns = dict[str, str]  # role -> column
+
+
+PADDED = Layout()
+
+
+@dataclass
+class Batch:
+    """One process's share of a batch."""
+
+    ids: Array
+    inputs: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    tokens: int  # without padding
+
+    longest: int | None = None  # of packed texts; None: padded, or windows
+
+    def to(self, device: torch.device) -> "Batch":
+        move = lambda tensors: {  # noqa: E731
+            k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()
+        }
+        return replace(self, inputs=move(self.inputs), targets=move(self.targets))
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with."""
+        if self.longest is None:
+            return dict(self.inputs)
+        inputs = dict(self.inputs)
+        return inputs | {"packing": Packing(inputs.pop("bounds"), self.longest)}
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in pinned memory, from which a GPU copies while it computes; unchanged for a CPU."""
+    if device.type != "cuda":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(staged.numpy(), tensor.numpy())  # by one thread: torch would start them all and wait
+    return staged
+
+
+@dataclass
+class Measured:
+    """The result of one evaluation. `arrays` go into predictions.npz."""
+
+    metrics: dict[str, Any]
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+class Objective(ABC):
+    """What is learned from a prepared dataset: batches, loss, evaluation."""
+
+    def __init__(
+        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
+    ) -> None:
+        self.store, self.window, self.label_smoothing = store, window, label_smoothing
+        if class_weights == "balanced" and not self.kind.class_labels:
+            raise UserError(f"class weights are for classification, not for {store.kind}")
+
+    @property
+    def kind(self) -> "TaskKind":
+        return task_kind(self.store.kind)
+
+    @property
+    def metric(self) -> str:
+        return self.store.metric
+
+    def better(self, new: float, old: float) -> bool:
+        return new > old if self.kind.metrics[self.metric] else new < old
+
+    def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
+        return Plan(self.store[split].lengths, batch_size, batch_tokens, seed)
+
+    @abstractmethod
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch: ...
+
+    def padded(self, split: str, items: Array, layout: Layout) -> Padded:
+        widest = self.store.max_length if layout.round_widths and split == "train" else None
+        batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
+        return batch if layout.segments else replace(batch, token_type_ids=None)
+
+    def tokens(self, split: str, items: Array) -> int:
+        return int(self.store[split].lengths[items].sum())
+
+    def ids(self, split: str, items: Array) -> Array:
+        """What the items are called in records: the numbers of their rows."""
+        return self.store[split].ids[items]
+
+    def groups(self, split: str) -> Array | None:
+        """One number per item: items with the same number belong together. None where it was not recorded."""
+        return self.store[split].groups
+
+    def expect(self, split: str, items: Array) -> None:
+        """Have the tokens of these items read from the disk before they are asked for."""
+        offsets = self.store[split].offsets
+        read_ahead(self.store[split].tokens, offsets[items], offsets[items + 1])
+
+    def count(self, split: str, items: Array) -> int:
+        """How many texts or target tokens the loss of these items sums over."""
+        return len(items)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+    @abstractmethod
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+        """The loss, and per item whatever `measure` needs, as arrays whose first axis is the items."""
+
+    @abstractmethod
+    def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured: ...
+
+    def majority(self, split: str) -> float | None:
+        """The accuracy of always predicting the most frequent training class, where there are classes."""
+        return None
+
+
+class Reader(ABC):
+    """A trained model and its tokenizer, answering lines of text."""
+
+    says: tuple[str, ...]  # the keys of its answers
+    cut = 0  # lines that were longer than what the model reads
+
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.encoder = Encoder(tokenizer, max_length)
+
+    def reads(self, line: str) -> bool:
+        """Whether a line has a token to read."""
+        return bool(line.strip() and self.encoder.ids([line])[0])
+
+    def problem(self, line: str) -> str:
+        """Why a line cannot be read; empty where it can."""
+        return ""
+
+    @abstractmethod
+    def answers(self, lines: list[str]) -> Iterable[dict[str, Any]]: ...
+
+    def inputs(self, tokens: Array, lengths: Array, second: Array | None = None) -> dict[str, Tensor]:
+        """Texts that lie end to end as a padded batch; `second`: where the second segment of each begins."""
+        place = np.arange(lengths.max())
+        real = place < lengths[:, None]
+        ids = np.full(real.shape, pad_id(self.tokenizer), dtype=np.int64)
+        ids[real] = tokens
+        arrays = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+        if second is not None and self.encoder.typed and takes_segments(self.model):
+            arrays["token_type_ids"] = ((place >= second[:, None]) & real).astype(np.int64)
+        return {name: torch.from_numpy(array).to(self.model.device) for name, array in arrays.items()}
+
+
+class TextReader(Reader):
+    """Lines that are texts or, for a model of pairs, text, tab, text."""
+
+    @property
+    def pairs(self) -> bool:
+        return bool(getattr(self.model.config, "text_pairs", False))
+
+    def problem(self, line: str) -> str:
+        fault = pair_fault(line.split("\t")) if self.pairs else ""
+        return f"is not a pair: this model reads text, tab, text, and here {fault}" if fault else ""
+
+    def logits(self, lines: list[str]) -> Tensor:
+        second = None
+        if self.pairs:
+            halves = [line.split("\t") for line in lines]
+            tokens, lengths, second, cut = self.encoder.pairs([h[0] for h in halves], [h[1] for h in halves])
+        else:
+            tokens, lengths, cut = self.encoder.texts(lines)
+        self.cut += cut
+        return self.model(**self.inputs(tokens, lengths, second)).logits.float()
+
+
+def pair_fault(halves: list[str]) -> str:
+    """What is wrong with a line that should be two texts; empty where nothing is."""
+    if len(halves) != 2:
+        return f"are {len(halves) - 1} tabs" if len(halves) > 2 else "is no tab"
+    missing = [where for half, where in zip(halves, ("before", "after"), strict=True) if not half.strip()]
+    return f"nothing stands {missing[0]} the tab" if missing else ""
+
+
+class TaskKind:
+    """One kind of task. The attributes say what it is; the methods are called in this order."""
+
+    name: str  # in prepared datasets, configs and the catalogue
+    does: str  # what its models do: "classify texts"
+    auto_class: str  # the transformers Auto class of its models
+    metrics: Mapping[str, bool]  # everything it measures -> whether larger is better
+    metric: str  # that decides, for a user's file
+    objective: type[Objective]
+    reader: type[Reader] | None = None  # answers lines of text; None: it does not
+
+    class_labels = False  # every text has one class: class weights, chance level, zero-shot
+    stream = False  # a corpus: one stream of tokens, cut into windows of max_length when it is read
+    writes = False  # a target is written for a source: both are needed, equal sources are duplicates
+    predicts_tokens = False  # the logits are over the vocabulary
+    packable = False  # the reference GPT can read its texts packed end to end
+
+    # Reading: rows are checked, then assigned to splits.
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        """Role -> column of a user's file, from the columns that were named."""
+        raise UserError(f"a user's file cannot be read as {self.name}; use a task: oelm data list")
+
+    def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
+        """The texts that make an item what it is, the one that groups related items first."""
+        return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
+
+    def read_task(self, dataset: Dataset, task: Task) -> None:
+        """Read the labels of a catalogued task."""
+
+    def read_file(self, dataset: Dataset, splits: int) -> None:
+        """Read the labels of a user's file, whose training rows will be divided among so many splits."""
+
+    def check_split(self, dataset: Dataset, split: str, labels: Array) -> None:
+        """Refuse a split that nothing can be learned from or measured on."""
+
+    # Preparing: everything is tokenised once and written to the prepared dataset.
+
+    def lengths(self, lengths: Lengths) -> dict[str, int]:
+        """Which lengths change what is written."""
+        return {"max_length": lengths.text}
+
+    def training_texts(self, dataset: Dataset, show: bool) -> Iterator[str]:
+        """The texts of the train split, from which a tokenizer may be trained."""
+        for _, split, _, _, chunk in split_chunks(dataset, show):
+            if split == "train":
+                for row in zip(*chunk.values(), strict=True):
+                    yield from self.item_texts(dict(zip(chunk, row, strict=True)))
+
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        """Write the columns of every split; returns the splits' metadata."""
+        raise NotImplementedError
+
+    # Models.
+
+    def check_config(self, config: Any, name: str) -> None:
+        """Refuse an architecture that cannot do the task, before its weights are fetched."""
+        if not has_model_for(self.auto_class, config):
+            raise UserError(
+                f"{name} is a {config.model_type}, and such a model does not {self.does}; name one of "
+                "another kind with --model"
+            )
+
+    def config_fields(self, store: Store) -> dict[str, Any]:
+        """Fields of the model's config: as many outputs as there are labels."""
+        if not store.label_names:
+            return {}
+        return {
+            "num_labels": len(store.label_names),
+            "id2label": dict(enumerate(store.label_names)),
+            "label2id": {label: i for i, label in enumerate(store.label_names)},
+        }
+
+    def fit_model(self, model: Any, store: Store, name: str) -> None:
+        """Make a model that was built or loaded fit the task, or refuse it."""
+
+    def check_model(self, model: Any, name: str, task: str) -> None:
+        """Refuse to evaluate a trained model on this kind of task."""
+        if model.can_generate() and not model.config.is_encoder_decoder:
+            raise UserError(
+                f"{name} is a language model, and {task} has labels: fine-tune it with `oelm train --model`, "
+                "or ask it with --zero-shot"
+            )
+
+    # Measuring.
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+        """Baselines learned from the train split, and whether these are all (and so may be kept)."""
+        return {}, True
+
+    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
+        """Scores and weights per item: the metric is sum(scores) / sum(weights), or the exponential
+        (perplexity) or root (rmse) of that. None for a metric that is no such mean, or was not recorded."""
+        return (arrays[metric], None) if recorded(arrays, metric) else None
+
+    # Predicting.
+
+    def fits(self, model: Any) -> bool:
+        """Whether a checkpoint that does not name its kind is of this one."""
+        return self.auto_class.removeprefix("AutoModelFor") in type(model).__name__
+
+
+def recorded(arrays: Mapping[str, Array], *names: str) -> bool:
+    """Whether all of these are there, with one number per item."""
+    return all(name in arrays and arrays[name].ndim == 1 for name in names)
+
+
+def check_lengths(truth: int, predictions: int) -> None:
+    if truth != predictions:
+        raise ValueError(f"{truth} items and {predictions} predictions; one for each is needed")
+    if not truth:
+        raise ValueError("nothing to measure: there are no items")

@@ -1,0 +1,322 @@
+"""Language modelling: documents in, one stream of tokens per split out, with bounded memory.
+
+A stream starts with the boundary token, so that the first real token is predicted like any other; where
+rows are documents, each ends with it. Boundaries have no bytes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oelm.audit import unwrap
+from oelm.data.assemble import Windows
+from oelm.data.batches import Plan
+from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
+from oelm.data.progress import progress
+from oelm.data.read_ahead import read_ahead
+from oelm.data.shuffle import shuffle_keys, text_key
+from oelm.data.store import IGNORE, Split, Store
+from oelm.data.tasks.base import (
+    PADDED,
+    Array,
+    Baselines,
+    Batch,
+    Layout,
+    Lengths,
+    Measured,
+    Objective,
+    Splits,
+    TaskKind,
+    recorded,
+)
+from oelm.data.tokenizer import Encoder, boundary_id
+from oelm.data.writer import SplitWriter, split_writers
+from oelm.errors import UserError
+from oelm.models.gpt import OelmGPTForCausalLM
+
+PIECE = 1 << 16  # characters tokenised as one string
+BLOCK = 1 << 20  # characters handed to the tokenizer at once: this bounds memory
+COUNTED = 1 << 24  # tokens counted at once
+
+
+class LanguageObjective(Objective):
+    def __init__(
+        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
+    ) -> None:
+        super().__init__(store, window, label_smoothing, class_weights)
+        self.windows = {
+            name: Windows(split, window, whole=name == "train") for name, split in store.splits.items()
+        }
+
+    def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
+        return Plan(self.windows[split].lengths, batch_size, batch_tokens, seed)
+
+    def ids(self, split: str, items: Array) -> Array:
+        return items
+
+    def groups(self, split: str) -> Array | None:
+        return self.windows[split].groups()
+
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        batch = self.windows[split].batch(items)
+        inputs = {"input_ids": batch.input_ids}
+        return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
+
+    def expect(self, split: str, items: Array) -> None:
+        windows = self.windows[split]
+        last = len(windows.split.tokens)
+        starts = np.asarray(items) * windows.size
+        read_ahead(windows.split.tokens, starts, np.minimum(starts + windows.size + 1, last))
+
+    def count(self, split: str, items: Array) -> int:
+        windows = self.windows[split]
+        first = np.asarray(items) * windows.size
+        return int(np.minimum(windows.size, len(windows.split.tokens) - 1 - first).sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._loss(model, batch, "sum", self.label_smoothing)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+        losses = self._loss(model, batch, "none", 0.0).double()
+        return losses.sum(), {
+            "scores": losses.sum(1).cpu().numpy(),  # nats per window
+            "tokens": (batch.targets["labels"] != IGNORE).sum(1).cpu().numpy(),
+        }
+
+    def _loss(self, model: nn.Module, batch: Batch, reduction: str, smoothing: float) -> Tensor:
+        """The sum, or with "none" every token's loss (texts, positions), to measure and not to train on."""
+        inputs, targets = batch.inputs | {"use_cache": False}, batch.targets["labels"]
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        if isinstance(unwrap(model), OelmGPTForCausalLM):
+            return model(**inputs, shift_labels=targets, skip_logits=True, **options).loss
+        # Others may scale or cap their logits, so theirs are made.
+        logits = model(**inputs).logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, **options)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
+        return Measured(language_metrics(loss_sum, count, self.store[split].bytes), arrays)
+
+
+class LanguageModeling(TaskKind):
+    name = "lm"
+    does = "continue texts (language modelling)"
+    auto_class = "AutoModelForCausalLM"
+    metrics = {"perplexity": False, "bits_per_byte": False, "loss": False}
+    metric = "perplexity"
+    objective = LanguageObjective
+    stream = True
+    predicts_tokens = True
+
+    def lengths(self, lengths: Lengths) -> dict[str, int]:
+        return {}
+
+    def training_texts(self, dataset: Dataset, show: bool) -> Iterator[str]:
+        return (text for split, text in documents(dataset) if split == "train")
+
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        """Columns: tokens, and documents (where each one starts; a stream of lines is one document)."""
+        encoder = Encoder(tokenizer, max_length=1 << 30)
+        boundary = boundary_id(tokenizer)
+        dtypes = {"tokens": encoder.dtype, "documents": np.uint64}
+        with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
+            streams = {
+                split: _Stream(writer, encoder, boundary, dataset.separate)
+                for split, writer in writers.items()
+            }
+            with progress(f"tokenising {dataset.name}", None, "rows", show) as advance:
+                for split, text in documents(dataset):
+                    streams[split].add(text)
+                    advance(1)
+            splits = {split: stream.close() for split, stream in streams.items()}
+        for split, meta in splits.items():
+            if not meta["bytes"]:
+                raise UserError(
+                    f"{dataset.name}: the {split} split is empty; nothing can be trained or measured"
+                )
+        return splits
+
+    def check_config(self, config: Any, name: str) -> None:
+        """Half of an encoder-decoder is no language model."""
+        if config.is_encoder_decoder:
+            raise UserError(
+                f"{name} is a {config.model_type}, and such a model does not {self.does}; name one of "
+                "another kind with --model"
+            )
+        super().check_config(config, name)
+
+    @torch.no_grad()
+    def fit_model(self, model: Any, store: Store, name: str) -> None:
+        """Refuse an encoder in a language model's place: it sees the tokens it is to predict, so its
+        perplexity would be worth nothing. Two texts that differ in their last token tell."""
+        if isinstance(model, OelmGPTForCausalLM):
+            return
+        training = model.training
+        ids = torch.tensor([[2, 3, 4, 5], [2, 3, 4, 3]])
+        before = model.eval()(input_ids=ids, use_cache=False).logits[:, :-1]
+        model.train(training)
+        if not torch.allclose(before[0], before[1], rtol=1e-5, atol=1e-6):
+            raise UserError(
+                f"{name} sees the tokens that follow, so it cannot learn to predict them: a language model "
+                "must be causal, such as GPT-2, Llama or a gpt- size"
+            )
+
+    def check_model(self, model: Any, name: str, task: str) -> None:
+        check_language_model(model, "a corpus")
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+        """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
+        predicts for any size: every token but the boundary at the start of the stream."""
+        cost = unigram_cost(count_tokens(store["train"].tokens[1:], store.vocab_size))
+        found = {}
+        for split in splits:
+            counts = count_tokens(split.tokens[1:], store.vocab_size)
+            found[split.name] = language_metrics(float(counts @ cost), int(counts.sum()), split.bytes)
+        return {"unigram": found}, True
+
+    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
+        """Nats, of so many tokens; an item is a window or a target."""
+        if metric in ("perplexity", "loss") and recorded(arrays, "scores", "tokens"):
+            return arrays["scores"], arrays["tokens"]
+        return None
+
+
+KIND = LanguageModeling()
+
+
+def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, float]:
+    """Mean loss in nats, perplexity and bits per byte of `tokens` predictions that cover `num_bytes` of text.
+
+    Perplexity is inf where it does not fit a float (a loss above 709).
+    """
+    if tokens < 1 or num_bytes < 1:
+        raise ValueError(f"nothing to measure: {tokens} tokens, {num_bytes} bytes")
+    loss = float(nll_sum) / tokens
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    return {
+        "loss": loss,
+        "perplexity": perplexity,
+        "bits_per_byte": float(nll_sum) / math.log(2) / num_bytes,
+    }
+
+
+def check_language_model(model: Any, option: str) -> None:
+    """Refuse a model that predicts no next token."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise UserError(f"{option} is for language models; a {type(model).__name__} does not continue texts")
+
+
+def unigram_cost(seen: Array) -> Array:
+    """Nats for each token, from how often each was seen; smoothed by adding one."""
+    return np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
+
+
+def count_tokens(tokens: Array, vocabulary: int) -> Array:
+    """How often each token of the vocabulary occurs."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for start in range(0, len(tokens), COUNTED):
+        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocabulary)
+    return counts
+
+
+def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:
+    """(split, text) for every row that is not empty; held-out documents are chosen by their text."""
+    for part in dataset.parts:
+        for first, chunk in part.rows():
+            check_values(part, "text", chunk["text"], first)
+            texts = [text for text in chunk["text"] if text]
+            if part.role == "train" and dataset.held_out:
+                yield from zip(_choose(texts, dataset.held_out), texts, strict=True)
+            else:
+                yield from ((part.role, text) for text in texts)
+
+
+def _choose(texts: list[str], held_out: dict[str, float]) -> list[str]:
+    keys = shuffle_keys(np.array([text_key(text) for text in texts], dtype=np.uint64), HOLD_OUT_SEED)
+    bounds = np.cumsum(list(held_out.values()))
+    names = [*held_out, "train"]
+    return [names[i] for i in np.searchsorted(bounds, keys / 2.0**64, side="right")]
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """A text in parts of at most `size` characters, cut before a space that starts a word.
+
+    Byte-level BPE never joins a word to what is before its space, so there the cut changes no token.
+    """
+    start = 0
+    while len(text) - start > size:
+        cut = start + size
+        while (cut := text.rfind(" ", start + 1, cut)) > 0:
+            if not text[cut - 1].isspace() and not text[cut + 1].isspace():
+                break
+        if cut <= start:
+            cut = start + size  # no such place: one endless word
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+class _Stream:
+    """One split's stream: collects pieces and writes them out a block at a time."""
+
+    def __init__(self, writer: SplitWriter, encoder: Encoder, boundary: int, separate: bool) -> None:
+        self.writer, self.encoder, self.separate = writer, encoder, separate
+        self.boundary = np.array([boundary], dtype=encoder.dtype)
+        self.pending: list[tuple[str, bool]] = []  # piece, and whether a document ends after it
+        self.size = 0
+        self.line = ""  # rows of a stream are joined before they are cut: they are not units of text
+        self.inside = False  # of a document: its first piece has been written, its last has not
+        writer.append(bytes=0, tokens=self.boundary)
+
+    def add(self, text: str) -> None:
+        self.writer.meta["items"] += 1
+        if self.separate:
+            parts = list(pieces(text))
+            self._extend([(part, i == len(parts) - 1) for i, part in enumerate(parts)])
+            return
+        self.line += text
+        if len(self.line) > 2 * PIECE:
+            *parts, self.line = pieces(self.line)
+            self._extend([(part, False) for part in parts])
+
+    def _extend(self, parts: list[tuple[str, bool]]) -> None:
+        self.pending += parts
+        self.size += sum(len(part) for part, _ in parts)
+        if self.size >= BLOCK:
+            self._write()
+
+    def _write(self) -> None:
+        size = sum(len(part.encode()) for part, _ in self.pending)
+        arrays: list[np.ndarray] = []
+        starts: list[int] = []
+        place = self.writer.meta["tokens"]
+        for ids, (_, ends) in zip(
+            self.encoder.ids([part for part, _ in self.pending]), self.pending, strict=True
+        ):
+            if not self.inside:
+                starts.append(place)
+            arrays.append(np.array(ids, dtype=self.encoder.dtype))
+            if ends:
+                arrays.append(self.boundary)
+            self.inside = not ends
+            place += len(ids) + ends
+        if arrays:
+            self.writer.append(
+                bytes=size, tokens=np.concatenate(arrays), documents=np.array(starts, np.int64)
+            )
+        self.pending, self.size = [], 0
+
+    def close(self) -> dict[str, Any]:
+        if self.line:
+            self._extend([(part, False) for part in pieces(self.line)])
+        self._write()
+        return self.writer.close()

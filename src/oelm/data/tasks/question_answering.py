@@ -1,0 +1,315 @@
+"""Extractive question answering: a question and a window of its document per item, the answer's place in it.
+
+A document longer than max_length becomes several items that overlap, so that every answer stands whole in
+one of them. Items of one question share its id. The splits that are measured also keep, for every token,
+the characters it came from, and the documents and right answers themselves (`Split.right_texts`).
+"""
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oelm.data.dataset import SPLITS, Dataset, Part
+from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.store import IGNORE, Split, Store
+from oelm.data.tasks.base import (
+    PADDED,
+    Array,
+    Batch,
+    Layout,
+    Lengths,
+    Measured,
+    Objective,
+    Reader,
+    Splits,
+    TaskKind,
+    check_lengths,
+    pair_fault,
+)
+from oelm.data.tokenizer import Encoder
+from oelm.data.writer import right_text_files, split_writers
+from oelm.errors import UserError
+
+OVERLAP = 128  # tokens two neighbouring windows share
+QUESTION = 64  # a question is cut after so many tokens
+LONGEST_ANSWER = 30  # tokens
+WINDOWS = 32  # of a document, read at once
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class AnswerObjective(Objective):
+    def __init__(
+        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
+    ) -> None:
+        if label_smoothing:
+            raise UserError(
+                "label smoothing is not for question answering: leave training.label_smoothing at 0"
+            )
+        super().__init__(store, window, label_smoothing, class_weights)
+
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        padded = self.padded(split, items, layout)
+        assert padded.start_positions is not None and padded.end_positions is not None
+        targets = {"start": padded.start_positions, "end": padded.end_positions}
+        if self.store[split].has("context"):
+            targets["context"] = torch.from_numpy(self.store[split].column("context")[items].astype(np.int64))
+        targets["items"] = torch.from_numpy(np.asarray(items))
+        return Batch(padded.ids, padded.inputs(), targets, self.tokens(split, items))
+
+    def count(self, split: str, items: Array) -> int:
+        return max(1, int((self.store[split].column("starts")[items] != IGNORE).sum()))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._loss(model(**batch.inputs), batch)
+
+    def _loss(self, out: Any, batch: Batch) -> Tensor:
+        start = F.cross_entropy(
+            out.start_logits.float(), batch.targets["start"], ignore_index=IGNORE, reduction="sum"
+        )
+        end = F.cross_entropy(
+            out.end_logits.float(), batch.targets["end"], ignore_index=IGNORE, reduction="sum"
+        )
+        return (start + end) / 2
+
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+        out = model(**batch.inputs)
+        mask, context = batch.inputs["attention_mask"], batch.targets["context"]
+        score, _, start, end = best_spans(out, mask, context)
+        return self._loss(out, batch), {
+            "items": batch.targets["items"].cpu().numpy(),
+            "scores": score.cpu().numpy(),
+            "starts": start.cpu().numpy(),
+            "ends": end.cpu().numpy(),
+        }
+
+    def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
+        """The arrays have one entry per question from here on: of its window with the highest score."""
+        part = self.store[split]
+        known = part.right_texts()
+        best: dict[int, int] = {}
+        for row, question in enumerate(arrays["ids"].tolist()):
+            if question not in best or arrays["scores"][row] > arrays["scores"][best[question]]:
+                best[question] = row
+        answers, right = [], []
+        for question, row in sorted(best.items()):
+            item, start, end = (int(arrays[key][row]) for key in ("items", "starts", "ends"))
+            answers.append(answer_text(part, item, start, end, known))
+            right.append(known[question]["answers"])
+        scores = answer_scores(right, answers)
+        rows = [row for _, row in sorted(best.items())]
+        kept = {name: values[rows] for name, values in arrays.items()}
+        return Measured({"loss": loss_sum / count, **means(scores)}, kept | scores)
+
+
+class AnswerReader(Reader):
+    """The part of a document that answers a question, and the probability of its beginning and end."""
+
+    says = ("answer", "score")
+
+    def problem(self, line: str) -> str:
+        fault = pair_fault(line.split("\t", 1))
+        return f"is no question: this model reads question, tab, document, and here {fault}" if fault else ""
+
+    @torch.no_grad()
+    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
+        for line in lines:  # a document may be many windows
+            question, context = line.split("\t", 1)
+            items = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
+            best: tuple[float, float, str] = (-np.inf, 0.0, "")
+            ends = np.cumsum(items["lengths"])
+            for first in range(0, len(ends), WINDOWS):
+                part = slice(first, first + WINDOWS)
+                lengths, context_from = items["lengths"][part], items["context"][part]
+                begins = ends[part] - lengths
+                tokens = items["tokens"][begins[0] : begins[0] + lengths.sum()]
+                inputs = self.inputs(tokens, lengths, context_from)
+                out = self.model(**inputs)
+                starts = torch.from_numpy(context_from).to(self.model.device)
+                spans = best_spans(out, inputs["attention_mask"], starts)
+                score, probability, start, end = (values.cpu().numpy() for values in spans)
+                row = int(score.argmax())
+                if score[row] > best[0]:
+                    at = begins[row] + start[row], begins[row] + end[row]
+                    text = context[items["chars_from"][at[0]] : items["chars_to"][at[1]]].strip()
+                    best = float(score[row]), float(probability[row]), text
+            yield {"answer": best[2], "score": best[1]}
+
+
+class QuestionAnswering(TaskKind):
+    name = "question-answering"
+    does = "answer questions"
+    auto_class = "AutoModelForQuestionAnswering"
+    metrics = {"f1": True, "exact_match": True, "loss": False}
+    metric = "f1"
+    objective = AnswerObjective
+    reader = AnswerReader
+
+    def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
+        return (row["context"], row["question"])
+
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        """Columns per window: starts, ends, context (first context token); per token: characters from, to."""
+        encoder = Encoder(tokenizer, lengths.text)
+        per_window = {"starts": np.int32, "ends": np.int32, "context": np.uint32}
+        base = item_dtypes(encoder) | per_window | ({"second": np.uint32} if encoder.typed else {})
+        measured = base | {"chars_from": np.uint32, "chars_to": np.uint32}
+        dtypes = {split: base if split == "train" else measured for split in SPLITS}
+        with split_writers(folder, dtypes) as writers, right_text_files(folder, SPLITS[1:]) as files:
+            for part, split, rows, ids, chunk in split_chunks(dataset, show):
+                given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
+                answers = [_answers(part, row, context, right) for row, context, right in given]
+                items = windows(encoder, chunk["question"], chunk["context"], ids, answers)
+                items["groups"] = part.numbers[rows][np.searchsorted(ids, items["ids"])]
+                if split in files:
+                    _write_right_texts(files[split], ids, chunk, answers)
+                else:
+                    del items["chars_from"], items["chars_to"]
+                size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
+                writers[split].append(bytes=size, **items)
+            return {split: writer.close() for split, writer in writers.items()}
+
+    def config_fields(self, store: Store) -> dict[str, Any]:
+        return {"num_labels": 2}  # where an answer starts and ends, whatever the checkpoint was made for
+
+
+KIND = QuestionAnswering()
+
+
+def answer_scores(right: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, Array]:
+    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers.
+
+    A question without right answers has the right answer "" (and only an empty one matches an empty one).
+    """
+    check_lengths(len(right), len(predictions))
+    exact, overlap = [], []
+    for texts, answer in zip(right, predictions, strict=True):
+        said = _answer_words(answer)
+        pairs = [(_answer_words(text), said) for text in texts or [""]]
+        exact.append(float(max(expected == said for expected, said in pairs)))
+        overlap.append(max(word_f1(expected, said) for expected, said in pairs))
+    return {"exact_match": np.array(exact), "f1": np.array(overlap)}
+
+
+def means(items: dict[str, Array]) -> dict[str, float]:
+    """The mean of every array, added up in the order of the items."""
+    return {name: sum(values.tolist()) / len(values) for name, values in items.items()}
+
+
+def _answer_words(text: str) -> list[str]:
+    """Lower case, without punctuation and articles, in SQuAD's order of doing so."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def word_f1(expected: list[str], said: list[str]) -> float:
+    """F1 over words, as often as they occur."""
+    if not expected or not said:
+        return float(expected == said)
+    common = (Counter(expected) & Counter(said)).total()
+    return 2 * common / (len(expected) + len(said))
+
+
+def best_spans(out: Any, mask: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every window the likeliest answer within the document, which begins at `context`: its score, its
+    probability, its first and its last token."""
+    position = torch.arange(out.start_logits.shape[1], device=out.start_logits.device)
+    in_context = (position >= context[:, None]) & mask.bool()
+    start = out.start_logits.float().masked_fill(~in_context, -1e9)
+    end = out.end_logits.float().masked_fill(~in_context, -1e9)
+    both = start[:, :, None] + end[:, None, :]
+    width = position[None, :] - position[:, None]
+    both = both.masked_fill((width < 0) | (width >= LONGEST_ANSWER), -2e9).flatten(1)
+    score, place = both.max(1)
+    probability = (score - start.logsumexp(1) - end.logsumexp(1)).exp()
+    return score, probability, place // start.shape[1], place % start.shape[1]
+
+
+def answer_text(split: Split, item: int, start: int, end: int, known: dict[int, dict[str, Any]]) -> str:
+    """The words of the document between two token places of an item (as the model counts them); `known` are
+    the split's `right_texts`."""
+    base = int(split.offsets[item])
+    first, last = int(split.column("chars_from")[base + start]), int(split.column("chars_to")[base + end])
+    return known[int(split.ids[item])]["context"][first:last].strip()
+
+
+def _write_right_texts(
+    file: TextIO, ids: Array, chunk: dict[str, list[Any]], answers: list[list[tuple[int, int]]]
+) -> None:
+    for row, name, context, spans in zip(ids, chunk["id"], chunk["context"], answers, strict=True):
+        texts = [context[start:end] for start, end in spans]
+        record = {"id": int(row), "name": name, "context": context, "answers": texts}
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _answers(part: Part, row: int, context: str, answers: Any) -> list[tuple[int, int]]:
+    """Where the right answers stand in the document, in characters; empty for a question without one."""
+    try:
+        texts, starts = answers["text"], answers["answer_start"]
+        spans = [(int(start), int(start) + len(text)) for text, start in zip(texts, starts, strict=True)]
+    except (TypeError, KeyError, ValueError):
+        raise UserError(
+            f"{part.source.where(row)}: answers must hold two lists, text and answer_start"
+        ) from None
+    for text, (start, end) in zip(texts, spans, strict=True):
+        if context[start:end] != text:
+            raise UserError(f"{part.source.where(row)}: the answer {text[:40]!r} does not stand at {start}")
+    return spans
+
+
+def windows(
+    encoder: Encoder,
+    questions: list[str],
+    contexts: list[str],
+    ids: Array,
+    answers: list[list[tuple[int, int]]],
+) -> dict[str, Any]:
+    """The columns of all windows: each question with as much of its document as there is room for."""
+    before, between, after = encoder.pair
+    absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("tokens", "lengths", "ids", "second", "starts", "ends", "context", "chars")
+    }
+    for question, (tokens, chars), row, spans in zip(
+        encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True
+    ):
+        room = encoder.max_length - len(before) - len(between) - len(after)
+        question = question[: min(QUESTION, room // 2)]
+        room -= len(question)
+        head = [*before, *question, *between]
+        first, last = _token_span(chars, spans[0]) if spans else (-1, -1)
+        for start in range(0, max(1, len(tokens) - min(OVERLAP, room // 2)), room - min(OVERLAP, room // 2)):
+            end = min(start + room, len(tokens))
+            inside = spans and start <= first and last < end
+            columns["starts"].append(len(head) + first - start if inside else absent)
+            columns["ends"].append(len(head) + last - start if inside else absent)
+            item = [*head, *tokens[start:end], *after]
+            columns["tokens"].append(item)
+            columns["lengths"].append(len(item))
+            columns["ids"].append(row)
+            columns["second"].append(len(head))
+            columns["context"].append(len(head))
+            places = np.zeros((len(item), 2), dtype=np.int64)
+            places[len(head) : len(head) + end - start] = chars[start:end]
+            columns["chars"].append(places)
+    chars = np.concatenate(columns.pop("chars"))
+    flat = np.concatenate([np.array(item, dtype=encoder.dtype) for item in columns.pop("tokens")])
+    if not encoder.typed:
+        del columns["second"]
+    rest = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+    return rest | {"tokens": flat, "chars_from": chars[:, 0], "chars_to": chars[:, 1]}
+
+
+def _token_span(chars: Array, span: tuple[int, int]) -> tuple[int, int]:
+    """First and last token that touch a span of characters."""
+    touching = np.flatnonzero((chars[:, 1] > span[0]) & (chars[:, 0] < span[1]))
+    return (int(touching[0]), int(touching[-1])) if len(touching) else (-1, -1)

@@ -1,0 +1,274 @@
+"""Token classification: words with one tag each, written as tokens with the tag on each word's first."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oelm.data.batches import ranges
+from oelm.data.catalogue import Task
+from oelm.data.dataset import SPLITS, Dataset, Part
+from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.store import IGNORE, Split, Store
+from oelm.data.tasks.base import (
+    PADDED,
+    Array,
+    Baselines,
+    Batch,
+    Layout,
+    Lengths,
+    Measured,
+    Objective,
+    Reader,
+    Splits,
+    TaskKind,
+    check_lengths,
+    recorded,
+)
+from oelm.data.tokenizer import Encoder
+from oelm.data.writer import split_writers
+from oelm.errors import UserError
+
+Entity = tuple[str, int, int]  # type, first place, place after the last
+
+
+class TaggingObjective(Objective):
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        padded = self.padded(split, items, layout)
+        assert padded.labels is not None
+        return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, self.tokens(split, items))
+
+    def count(self, split: str, items: Array) -> int:
+        part = self.store[split]
+        places = ranges(part.offsets[items], part.lengths[items])
+        return int((part.tags[places] != IGNORE).sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(**batch.inputs).logits.float()
+        return token_loss(logits, batch.targets["labels"], self.label_smoothing)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+        logits = model(**batch.inputs).logits.float()
+        labels = batch.targets["labels"]
+        loss = token_loss(logits, labels, 0.0)
+        width = int(self.store.max_length)  # one width for all batches, so that they stack
+        pad = (0, width - labels.shape[1])
+        return loss, {
+            "labels": F.pad(labels, pad, value=IGNORE).cpu().numpy().astype(np.int16),
+            "predictions": F.pad(logits.argmax(-1), pad).cpu().numpy().astype(np.int16),
+        }
+
+    def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
+        names = np.array(self.store.label_names)
+        kept = arrays["labels"] != IGNORE
+        truth = [names[row[keep]].tolist() for row, keep in zip(arrays["labels"], kept, strict=True)]
+        guess = [names[row[keep]].tolist() for row, keep in zip(arrays["predictions"], kept, strict=True)]
+        counts = tag_counts(truth, guess)
+        return Measured({"loss": loss_sum / count, **tagging_metrics(counts)}, arrays | counts)
+
+
+def token_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """The sum over the tokens that have a label."""
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+
+
+class TagReader(Reader):
+    """The tag of every word; none for words past the length that the model reads."""
+
+    says = ("words", "tags")
+
+    @torch.no_grad()
+    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
+        rows = [line.split() for line in lines]
+        tokens, lengths, firsts, cut = self.encoder.words(rows)
+        self.cut += cut
+        logits = self.model(**self.inputs(tokens, lengths)).logits
+        names, ends = self.model.config.id2label, np.cumsum(lengths)
+        for words, likeliest, begin, length in zip(
+            rows, logits.argmax(-1).cpu().numpy(), ends - lengths, lengths, strict=True
+        ):
+            starts = firsts[begin : begin + length]
+            tags: list[str | None] = [None] * len(words)
+            for place in np.flatnonzero(starts >= 0):
+                tags[starts[place]] = names[int(likeliest[place])]
+            yield {"words": words, "tags": tags}
+
+
+class TokenClassification(TaskKind):
+    name = "token-classification"
+    does = "tag words"
+    auto_class = "AutoModelForTokenClassification"
+    metrics = {
+        "token_accuracy": True,
+        "entity_f1": True,
+        "entity_precision": True,
+        "entity_recall": True,
+        "loss": False,
+    }
+    metric = "token_accuracy"
+    objective = TaggingObjective
+    reader = TagReader
+
+    def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
+        return (" ".join(row["tokens"]),)
+
+    def read_task(self, dataset: Dataset, task: Task) -> None:
+        """All tags of a dataset without a fixed list; one that only test has counts as an error."""
+        if not dataset.label_names:
+            rows = (chunk["tags"] for part in dataset.parts for _, chunk in part.rows())
+            dataset.label_names = sorted({tag for chunk in rows for tags in chunk for tag in tags})
+
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        """Columns: tokens and tags (parallel), offsets, ids, `words` (words per item before truncation)."""
+        encoder = Encoder(tokenizer, lengths.text)
+        dtypes = item_dtypes(encoder) | {"tags": np.int16, "words": np.uint32}
+        counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}
+        number = {name: i for i, name in enumerate(dataset.label_names)}
+        with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
+            for part, split, rows, ids, chunk in split_chunks(dataset, show):
+                tags = [
+                    _tags(part, int(row), words, given, number)
+                    for row, words, given in zip(rows, chunk["tokens"], chunk["tags"], strict=True)
+                ]
+                tokens, sizes, firsts, cut = encoder.words(chunk["tokens"])
+                flat = np.full(len(tokens), IGNORE, dtype=np.int64)
+                item = np.repeat(np.arange(len(sizes)), sizes)
+                # `firsts`: the number of the word a token starts, or -1; look it up in all items' tags.
+                starts = np.cumsum([0, *map(len, tags)])[:-1]
+                begins = firsts >= 0
+                flat[begins] = np.concatenate(tags)[starts[item[begins]] + firsts[begins]]
+                counts[split] += np.bincount(flat[begins], minlength=len(number))
+                writers[split].append(
+                    bytes=sum(len(word.encode()) for words in chunk["tokens"] for word in words),
+                    truncated=cut,
+                    tokens=tokens,
+                    lengths=sizes,
+                    tags=flat,
+                    ids=ids,
+                    groups=part.numbers[rows],
+                    words=np.array([len(words) for words in chunk["tokens"]]),
+                )
+            return {
+                split: writer.close() | {"class_counts": counts[split].tolist()}
+                for split, writer in writers.items()
+            }
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+        """`most_frequent_tag` of each token in train, or of all for one never seen; ties: the first."""
+        tags = np.asarray(store["train"].tags, dtype=np.int64)
+        tagged = tags != IGNORE
+        classes = len(store.label_names)
+        cells, counts = np.unique(
+            np.asarray(store["train"].tokens[tagged], dtype=np.int64) * classes + tags[tagged],
+            return_counts=True,
+        )
+        best = np.full(store.vocab_size, np.bincount(tags[tagged], minlength=classes).argmax())
+        order = np.lexsort((-cells, counts))  # rising counts, so that the last one written is the best
+        best[cells[order] // classes] = cells[order] % classes
+        return {"most_frequent_tag": {split.name: _tag_scores(store, split, best) for split in splits}}, True
+
+    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
+        """Right tags, of so many; entities: twice the right ones, of those there and those predicted."""
+        if metric == "token_accuracy" and recorded(arrays, "right", "tags"):
+            return arrays["right"], arrays["tags"]
+        if metric == "entity_f1" and recorded(arrays, "entities_right", "entities", "entities_predicted"):
+            claimed = arrays["entities_predicted"].astype(np.float64)
+            return 2.0 * arrays["entities_right"], arrays["entities"] + claimed
+        return None
+
+
+KIND = TokenClassification()
+
+
+def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, Array]:
+    """Per sequence: `tags` and how many of them are `right`; and where all tags are O, B-* or I-*:
+    `entities`, `entities_predicted`, and how many of those are right (`entities_right`).
+
+    Entities are read as conlleval does: an I- that continues nothing of its type begins an entity.
+    """
+    check_lengths(len(truth), len(predicted))
+    for number, (true, guess) in enumerate(zip(truth, predicted, strict=True)):
+        if len(true) != len(guess):
+            raise ValueError(f"sequence {number} has {len(true)} tags and {len(guess)} predictions")
+    pairs = [*zip(truth, predicted, strict=True)]
+    counts = {
+        "tags": [len(true) for true in truth],
+        "right": [sum(a == b for a, b in zip(true, guess, strict=True)) for true, guess in pairs],
+    }
+    tags = {tag for rows in (truth, predicted) for row in rows for tag in row}
+    if all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags):
+        entities = [(_entities(true), _entities(guess)) for true, guess in pairs]
+        counts["entities"] = [len(here) for here, _ in entities]
+        counts["entities_predicted"] = [len(there) for _, there in entities]
+        counts["entities_right"] = [len(here & there) for here, there in entities]
+    return {name: np.array(values, dtype=np.int64) for name, values in counts.items()}
+
+
+def tagging_metrics(counts: dict[str, Array]) -> dict[str, float]:
+    """Token accuracy and, where there are entities, their precision, recall and F1 over all sequences.
+
+    An entity is right when type and extent are; no entities at all give 0.
+    """
+    total = {name: int(values.sum()) for name, values in counts.items()}
+    scores = {"token_accuracy": _ratio(total["right"], total["tags"])}
+    if "entities" not in total:
+        return scores
+    real, claimed, hits = total["entities"], total["entities_predicted"], total["entities_right"]
+    return scores | {
+        "entity_precision": _ratio(hits, claimed),
+        "entity_recall": _ratio(hits, real),
+        "entity_f1": _ratio(2 * hits, real + claimed),
+    }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _entities(tags: Sequence[str]) -> set[Entity]:
+    entities: set[Entity] = set()
+    start = 0
+    inside: str | None = None  # the type of the entity we are in
+    for place, tag in enumerate([*tags, "O"]):
+        kind = None if tag == "O" else tag[2:]
+        if inside is not None and (kind != inside or tag.startswith("B-")):
+            entities.add((inside, start, place))
+            inside = None
+        if kind is not None and inside is None:
+            inside, start = kind, place
+    return entities
+
+
+def _tag_scores(store: Store, split: Split, best: Array) -> dict[str, Any]:
+    names = np.array(store.label_names, dtype=object)
+    tags = np.asarray(split.tags, dtype=np.int64)
+    tagged = tags != IGNORE
+    before = np.concatenate([[0], np.cumsum(tagged)])  # tagged tokens before each place
+    bounds = before[split.offsets[1:-1]]
+    truth = np.split(names[tags[tagged]], bounds)
+    predicted = np.split(names[best[split.tokens[tagged]]], bounds)
+    return tagging_metrics(tag_counts([row.tolist() for row in truth], [row.tolist() for row in predicted]))
+
+
+def _tags(part: Part, row: int, words: list[str], tags: Any, number: dict[str, int]) -> Array:
+    """The tags of one row as numbers, one per word."""
+    if not isinstance(tags, list) or len(tags) != len(words):
+        count = len(tags) if isinstance(tags, list) else "no"
+        raise UserError(
+            f"{part.source.where(row)}: {len(words)} words and {count} tags; one per word is needed"
+        )
+    numbers = [number.get(tag, -1) if isinstance(tag, str) else tag for tag in tags]
+    for tag, value in zip(tags, numbers, strict=True):
+        if not isinstance(value, int) or not 0 <= value < len(number):
+            raise UserError(f"{part.source.where(row)}: tag {tag!r} is not one of 0 to {len(number) - 1}")
+    return np.array(numbers, dtype=np.int64)

@@ -1,0 +1,90 @@
+"""Plugins: task kinds, model families, methods and launchers from outside the package (docs/extending.md).
+
+A plugin is a module that adds to a `Registry` when it is imported. It is either installed, with an entry
+point in the group "oelm.plugins", or named by `--plugin module` or `plugins = ["module"]` in a TOML file.
+"""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from oelm.errors import UserError
+
+T = TypeVar("T")
+GROUP = "oelm.plugins"
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """What there is of one sort, by name. A built-in entry may be written "module:attribute": it is imported
+    when it is first used. A name that is not there is looked for in the installed plugins."""
+
+    def __init__(self, what: str, entries: Mapping[str, T | str]) -> None:
+        self.what, self._entries = what, dict(entries)
+
+    def add(self, name: str, entry: T) -> None:
+        """Add an entry of a plugin; a name that is taken is an error."""
+        if name in self._entries:
+            raise UserError(
+                f"there is a {self.what} {name!r} already; a plugin must give its own another name"
+            )
+        self._entries[name] = entry
+
+    def find(self, name: str) -> T:
+        """The entry of that name; a name that does not exist is answered with those that do."""
+        if name not in self:
+            known = ", ".join(self._entries)
+            raise UserError(f"unknown {self.what} {name!r}; known: {known}; those of a plugin need --plugin")
+        return self[name]
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self:
+            raise KeyError(name)
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._entries:
+            load_installed()
+        return name in self._entries
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import plugins by the names of their modules, which are installed or lie in the current folder."""
+    for name in modules:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # last: it must not hide an installed package
+        try:
+            importlib.import_module(name)
+        except UserError as error:
+            raise UserError(f"plugin {name!r}: {error}") from None
+        except Exception as error:  # whatever the module does
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"plugin {name!r} cannot be imported ({why}); a plugin is the name of a module that is "
+                "installed, on PYTHONPATH or in the current folder"
+            ) from None
+
+
+@functools.cache
+def load_installed() -> None:
+    """Import the plugins that are installed, once."""
+    load_plugins(point.module for point in entry_points(group=GROUP))
