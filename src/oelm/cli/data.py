@@ -1,13 +1,17 @@
 """`oelm data`: list, inspect and prepare data sets."""
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from oelm.cli.options import AsJson, Kind, MaxTargetLength, Plugin, Target, new_folder
 from oelm.system.terminal import say
+
+if TYPE_CHECKING:
+    from oelm.data import Store
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
 
@@ -30,8 +34,6 @@ MaxLength = Annotated[int, typer.Option("--max-length", help="Longer texts are c
 @app.command("list")
 def list_tasks(as_json: AsJson = False) -> None:
     """The tasks known by name. Example: oelm data list"""
-    from dataclasses import asdict
-
     from oelm.data.catalogue import TASKS
 
     if as_json:
@@ -67,26 +69,9 @@ def inspect(
     Examples: oelm data inspect my.csv --text body --label topic;
     oelm data inspect pairs.csv --text article --target summary
     """
-    from oelm.data import Choice
     from oelm.data.checks import describe, render
 
-    choice = Choice(
-        name,
-        text,
-        text_pair,
-        label,
-        test_file,
-        train_size,
-        split_seed,
-        train_on,
-        data_dir,
-        tokenizer,
-        max_length,
-        target,
-        max_target_length,
-        kind,
-    )
-    store = choice.store(show_progress=not as_json)
+    store = _store(locals())
     report = describe(store)
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
 
@@ -117,29 +102,20 @@ def prepare(
 
     Example: oelm data prepare imdb --tokenizer gpt2 --max-length 512
     """
-    from oelm.data import Choice
     from oelm.data.writer import copy_store
 
-    choice = Choice(
-        name,
-        text,
-        text_pair,
-        label,
-        test_file,
-        train_size,
-        split_seed,
-        train_on,
-        data_dir,
-        tokenizer,
-        max_length,
-        target,
-        max_target_length,
-        kind,
-    )
-    store = choice.store(show_progress=not as_json)
+    store = _store(locals())
     if out is not None:
         store = copy_store(store, out)
     for warning in store.warnings:
         say(f"warning: {warning}", err=True)
     answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": store.warnings}
     say(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)
+
+
+def _store(given: dict[str, Any]) -> "Store":
+    """The prepared dataset that a verb's options ask for."""
+    from oelm.data import Choice
+
+    options = {field.name: given[field.name] for field in fields(Choice) if field.name in given}
+    return Choice(given["name"], **options).store(show_progress=not given["as_json"])
