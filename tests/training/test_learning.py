@@ -153,7 +153,7 @@ def test_answers_are_learned(tmp_path):
     with pytest.raises(UserError, match=r"line 2 is no question: .* here is no tab"):
         next(said)
     options = {"max_length": 48, "steps": 2, "label_smoothing": 0.1}
-    with pytest.raises(UserError, match="label smoothing is not for question answering"):
+    with pytest.raises(UserError, match="label smoothing is not for question-answering"):
         run("squad", tmp_path / "smooth", tmp_path / "data", tmp_path / "cache", **options)
 
 

@@ -37,6 +37,7 @@ def _describe_split(store: Store, split: Split) -> dict[str, Any]:
         found |= _describe_lengths(split, "target_", split.target_lengths)
     if "class_counts" in split.meta:
         found["class_counts"] = dict(zip(store.label_names, split.meta["class_counts"], strict=True))
+    found |= {key: value for key, value in split.meta.items() if key.startswith("label_")}
     if split.has("labels"):
         found["majority_share"] = max(split.meta["class_counts"]) / len(split)
     return found
@@ -85,6 +86,8 @@ def _render_split(
         written = f"{split['target_tokens']:,} tokens, {split['target_bytes']:,} bytes of targets"
         lines = [f"{name}: {size}; {written}", *_render_lengths(split, "", "a source", max_length)]
         lines += _render_lengths(split, "target_", "a target", max_target_length)
+    if numbers := [f"{key[6:]} {value:.4g}" for key, value in split.items() if key.startswith("label_")]:
+        lines.append(f"  labels: {', '.join(numbers)}")
     total = sum(split.get("class_counts", {}).values())
     for label, count in split.get("class_counts", {}).items():
         lines.append(f"  {label[:30]:>30} {count:>9,} {count / total:6.1%}")

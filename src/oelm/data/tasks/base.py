@@ -88,6 +88,8 @@ class Objective(ABC):
         self.store, self.window, self.label_smoothing = store, window, label_smoothing
         if class_weights == "balanced" and not self.kind.class_labels:
             raise UserError(f"class weights are for classification, not for {store.kind}")
+        if label_smoothing and not self.kind.smooths:
+            raise UserError(f"label smoothing is not for {store.kind}: leave training.label_smoothing at 0")
 
     @property
     def kind(self) -> "TaskKind":
@@ -122,10 +124,14 @@ class Objective(ABC):
         """One number per item: items with the same number belong together. None where it was not recorded."""
         return self.store[split].groups
 
+    def places(self, split: str, items: Array) -> tuple[Array, Array]:
+        """Where the tokens of each item start and end."""
+        offsets = self.store[split].offsets
+        return offsets[items], offsets[items + 1]
+
     def expect(self, split: str, items: Array) -> None:
         """Have the tokens of these items read from the disk before they are asked for."""
-        offsets = self.store[split].offsets
-        read_ahead(self.store[split].tokens, offsets[items], offsets[items + 1])
+        read_ahead(self.store[split].tokens, *self.places(split, items))
 
     def count(self, split: str, items: Array) -> int:
         """How many texts or target tokens the loss of these items sums over."""
@@ -224,6 +230,7 @@ class TaskKind:
     stream = False  # a corpus: one stream of tokens, cut into windows of max_length when it is read
     writes = False  # a target is written for a source: both are needed, equal sources are duplicates
     predicts_tokens = False  # the logits are over the vocabulary
+    smooths = True  # its labels can be smoothed
     packable = False  # the reference GPT can read its texts packed end to end
 
     # Reading: rows are checked, then assigned to splits.

@@ -19,7 +19,6 @@ from oelm.data.assemble import Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
 from oelm.data.progress import progress
-from oelm.data.read_ahead import read_ahead
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
@@ -68,11 +67,10 @@ class LanguageObjective(Objective):
         inputs = {"input_ids": batch.input_ids}
         return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
 
-    def expect(self, split: str, items: Array) -> None:
+    def places(self, split: str, items: Array) -> tuple[Array, Array]:
         windows = self.windows[split]
-        last = len(windows.split.tokens)
         starts = np.asarray(items) * windows.size
-        read_ahead(windows.split.tokens, starts, np.minimum(starts + windows.size + 1, last))
+        return starts, np.minimum(starts + windows.size + 1, len(windows.split.tokens))
 
     def count(self, split: str, items: Array) -> int:
         windows = self.windows[split]

@@ -49,15 +49,6 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class AnswerObjective(Objective):
-    def __init__(
-        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
-    ) -> None:
-        if label_smoothing:
-            raise UserError(
-                "label smoothing is not for question answering: leave training.label_smoothing at 0"
-            )
-        super().__init__(store, window, label_smoothing, class_weights)
-
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         padded = self.padded(split, items, layout)
         assert padded.start_positions is not None and padded.end_positions is not None
@@ -154,6 +145,7 @@ class QuestionAnswering(TaskKind):
     metric = "f1"
     objective = AnswerObjective
     reader = AnswerReader
+    smooths = False
 
     def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
         return (row["context"], row["question"])

@@ -42,17 +42,9 @@ from oelm.models.fit import agree_on_padding
 
 
 class RegressionObjective(Objective):
-    def __init__(
-        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
-    ) -> None:
-        if label_smoothing:
-            raise UserError("label smoothing is not for regression: leave training.label_smoothing at 0")
-        super().__init__(store, window, label_smoothing, class_weights)
-        self.labels = {name: np.array(split.column("values")) for name, split in store.splits.items()}
-
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         padded = self.padded(split, items, layout)
-        labels = torch.from_numpy(self.labels[split][items])
+        labels = torch.from_numpy(np.array(self.store[split].column("values")[items]))
         return Batch(padded.ids, padded.inputs(), {"labels": labels}, self.tokens(split, items))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -114,6 +106,7 @@ class Regression(TaskKind):
     metric = "rmse"
     objective = RegressionObjective
     reader = NumberReader
+    smooths = False
 
     def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
         return label_columns(text, text_pair, label)
