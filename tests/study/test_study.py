@@ -194,7 +194,9 @@ def test_a_file_may_move_but_another_file_is_another_study(unbroken, data, tmp_p
         words = ["study", "--data", str(file), *RECIPE, *MATRIX, "--seeds", "2", "--out", str(out), *more]
         return CliRunner().invoke(app, words)
 
-    assert f"done      {len(records(unbroken))} runs are in" in study(moved, "--dry-run").output
+    assert (
+        f"done      {len(records(unbroken))} of these runs are already in" in study(moved, "--dry-run").output
+    )
     found = study(moved)
     assert found.exit_code == 0 and records(out) == records(unbroken), found.output
     assert f'data = "{moved}"' in (out / "study.toml").read_text()

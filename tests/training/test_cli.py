@@ -178,7 +178,7 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
                 assert follower.stdout.readline().startswith("step 10/100000: loss")
                 process.terminate()
                 follower.communicate(timeout=60)  # ends by itself when the run does
-            assert "what was trained is saved" in process.communicate(timeout=60)[1]
+            assert "progress is saved" in process.communicate(timeout=60)[1]
             assert process.returncode == 75
         finally:
             process.kill()
@@ -199,7 +199,7 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
     [
         (("predict", "nowhere"), "nowhere is neither a run nor a saved model"),
         (("audit", "runs"), "runs is neither a run nor a saved model"),
-        (("logs", "runs"), "runs is not a run"),
+        (("logs", "runs"), "it is not a run"),
         (("status", "nowhere"), "nowhere: no such folder"),
         (("train",), "name one of task.name"),
         (("train", "--task", "imdb", "--data", "x.csv"), "name one of task.name"),
