@@ -34,7 +34,11 @@ def list_tasks(as_json: options.AsJson = False) -> None:
 @app.command()
 @options.takes(options.DATA)
 def inspect(
-    name: Name, given: dict[str, Any], split_seed: SplitSeed = 0, as_json: options.AsJson = False
+    name: Name,
+    given: dict[str, Any],
+    split_seed: SplitSeed = 0,
+    plugin: options.Plugin = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Class balance, lengths, truncation, duplicates.
 
@@ -59,6 +63,7 @@ def prepare(
         Path | None,
         typer.Option(help="Also copy the prepared dataset here.", callback=options.new_folder),
     ] = None,
+    plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Tokenise once and print the folder that training can use, here or on another machine.
