@@ -27,14 +27,16 @@ from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-from oelm.study.result_types import LEVEL, Analysis, Group
+from oelm.study.result_types import LEVEL, Analysis, Group, explain_problems
 
 
 def architecture(group: Group) -> str:
-    """ "gpt" for the reference GPT; else what the model's own parameters are called after, such as "bert"."""
+    """ "gpt" for the reference GPT; else the model's family, such as "bert"."""
     if group.model in PRESETS:
         return "gpt"
     for record in group.records:
+        if known := record.results.get("architecture"):
+            return "gpt" if known == "oelm-gpt" else str(known)
         if roots := record.parameter_roots:
             return roots.most_common(1)[0][0]
     return model_name(group).partition("-")[0]
@@ -196,6 +198,10 @@ class Case:
         found = self.estimate
         return None if found is None or found.low is None or found.high is None else (found.low, found.high)
 
+    def explain_problems(self) -> Said:
+        arms = {name: self.group.arms[name] for name in (self.reference, self.method)}
+        return show_problems(explain_problems(self.problems, arms, len(self.scores)))
+
     def p(self, threshold: float) -> float | None:
         """Of "the mean is the threshold", two-sided; None where nothing may be concluded."""
         if self.problems or not self.values:
@@ -258,7 +264,7 @@ def control_sentence(claim: Claim, case: Case, supported: bool, analysis: Analys
         return tell("absent")
     beside = make_case(claim, case.group, analysis, control)
     if beside.problems or beside.estimate is None:
-        return tell("void", problems=show_problems(beside.problems))
+        return tell("void", problems=beside.explain_problems())
     p = beside.p(0.0)
     better = p is not None and p < LEVEL and beside.estimate.mean > 0
     return tell("plain" if not supported else "better" if better else "other", what=beside.what())

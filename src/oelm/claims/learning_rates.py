@@ -24,6 +24,7 @@ from oelm.claims.data import (
 from oelm.study import statistics
 from oelm.study.matrix import Cell, Scores, best_rate
 from oelm.study.result_types import LEVEL, Arm, Group
+from oelm.system.messages import notice
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot go below 5 %
 
@@ -49,8 +50,13 @@ def rate_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Said]]:
         return [], [say("rates_edge")]
     if step > claim.ratio[1]:
         return [], [say("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
-    if any(r.results.get("at_chance") for arm in (ours, theirs) for r in arm.trials if r.lr == arm.lr):
-        return [], [say("problems", problems=show_problems(["at_chance"]))]
+    unlearned = {
+        arm.method: [r.seed for r in arm.trials if r.lr == arm.lr and r.results.get("at_chance")]
+        for arm in (ours, theirs)
+    }
+    if any(unlearned.values()):
+        runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in unlearned.items() if seeds]
+        return [], [say("problems", problems=show_problems([notice("problem.at_chance", runs=runs)]))]
     said = [say("rates_step", step=step)]
     own, there = ours.rates.get(ours.lr), ours.rates.get(theirs.lr)
     if own is not None and there is not None and ours.lr != theirs.lr:

@@ -36,7 +36,6 @@ from oelm.claims.data import (
     read_claims,
     say,
     show_p,
-    show_problems,
 )
 from oelm.claims.learning_rates import count_ratios, rate_ratios
 from oelm.study import statistics
@@ -185,7 +184,7 @@ def _decide(claim: Claim, cases: Sequence[Case], analysis: Analysis) -> list[Fin
 
 def _compare(case: Case, p_above: float | None, p_below: float | None) -> tuple[str, list[Said]]:
     if case.problems:
-        return NOT_DECIDED, [say("problems", problems=show_problems(case.problems))]
+        return NOT_DECIDED, [say("problems", problems=case.explain_problems())]
     found = case.estimate
     if found is None or p_above is None or p_below is None or case.interval is None:
         return NOT_DECIDED, [say("constant")]

@@ -9,6 +9,7 @@ import typer
 from oelm.cli import options as options
 from oelm.cli.run import seconds_of
 from oelm.errors import RunError, UserError
+from oelm.system.messages import notice
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
-        raise RunError("nothing was measured: every run that it takes has failed")
+        raise RunError(notice("study.nothing_measured"))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from oelm.method import HEAD_ROLES
 from oelm.models.families import Site, find_sites
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.orthogonal import principal_angles, to_blocks
+from oelm.system.library_errors import first_line
 
 Sample = Mapping[str, Any] | Tensor
 Scales = dict[tuple[str, int], float | None]  # (attention, head of the queries) -> standard deviation
@@ -120,8 +121,8 @@ def _measured(model: PreTrainedModel, pairs: list[tuple[Site, Site]], sample: Sa
     except (TypeError, IndexError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the sample does not fit this {type(model).__name__}: {reason}") from error
+        text = f"the sample does not fit this {type(model).__name__}: {first_line(error)}"
+        raise UserError(text) from error
     finally:
         for module, was in training.items():
             module.training = was

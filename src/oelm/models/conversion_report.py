@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oelm.models.conversion_distance import HeadMove, ScoreScale
+from oelm.system.messages import Notice
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ConversionReport:
     heads: tuple[HeadMove, ...] = field(default=(), repr=False)
     scores: tuple[ScoreScale, ...] = field(default=(), repr=False)
     scores_from: str = "weights"  # predicted from them, or measured on a "sample"
-    notes: tuple[str, ...] = field(default=(), repr=False)
+    notes: tuple[Notice, ...] = field(default=(), repr=False)
 
     @property
     def trainable(self) -> int:

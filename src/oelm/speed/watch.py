@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oelm.data import Epoch
 from oelm.errors import RunError
 from oelm.speed.plain import plain_path
+from oelm.system.messages import notice
 
 # Steps. To compare takes as long as some forty fast ones: under a hundredth of all. At the first step nothing
 # is recorded yet as a CUDA graph, some hundred steps later every shape is.
@@ -97,11 +98,9 @@ def compare(fast: dict[str, float], right: Yardstick, precision: str, step: int)
             continue
         usual = max(_apart(right.plain[name], right.exact[name]), allowed)
         if _apart(fast[name], right.exact[name]) > TIMES_WORSE * usual:
-            raise RunError(
-                f"step {step}: {name} is {fast[name]:.6g} by the fast path, {right.plain[name]:.6g} by the "
-                f"plain path and {right.exact[name]:.6g} in float32: the fast path errs on this machine; "
-                "set training.fast=false, and please report this"
-            )
+            seen = {"fast": fast[name], "plain": right.plain[name], "exact": right.exact[name]}
+            reason = notice("run.fast_path_wrong", step=step, what=name, **seen)
+            raise RunError(reason, advice=notice("advice.plain_path"))
     return deviation
 
 

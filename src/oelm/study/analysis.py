@@ -28,12 +28,13 @@ from oelm.study.result_types import (
     Failure,
     Group,
 )
+from oelm.system.messages import Notice, notice
 from oelm.training.predictions import item_scores
 
 
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below."""
-    damaged: list[str] = []
+    damaged: list[Notice] = []
     if (folder / "study.toml").is_file():
         study_folder = StudyFolder(folder)
         study: Study | None = study_folder.read()
@@ -178,10 +179,9 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
 
 def _failure(record: Record) -> Failure:
     """Why a run gave no number. One that ended with a metric that is not finite diverged as well."""
+    status, reason = str(record.results["status"]), record.reason
     if record.completed:
-        status, reason = "failed", f"its {record.metric} is not finite"
-    else:
-        status, reason = str(record.results["status"]), str(record.results.get("reason", ""))
+        status, reason = "failed", notice("run.metric_not_finite", metric=record.metric)
     kind = "diverged" if record.completed else record.failure_kind
     return Failure(record.method, record.lr, record.seed, status, reason, kind)
 

@@ -25,6 +25,7 @@ from oelm.system.files import (
     write_json,
     write_text,
 )
+from oelm.system.messages import Notice
 from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
 from oelm.training.predictions import is_published, write_predictions
@@ -220,7 +221,7 @@ class StudyFolder:
         """Runs of these settings are what the study consists of, besides what was imported."""
         self._write(made=made)
 
-    def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
+    def records(self, damaged: list[Notice] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many others lie in its folder: of data or numerics of the past."""
         known = {*self._read().get("made", []), *self._read().get("imported", [])}
         differs_in = self.read().differs_in if (self.path / "study.toml").is_file() else []
@@ -233,7 +234,7 @@ class StudyFolder:
         if not source.is_dir():
             raise UserError(f"{source} is not a folder" if source.exists() else f"{source}: no such folder")
         came, refused, known = 0, Counter[str](), set()
-        damaged: list[str] = []
+        damaged: list[Notice] = []
         for record in find_records(source, damaged, follow=False):
             fits = [s for s in settings if s.fits(record)]
             if fits:
@@ -248,7 +249,7 @@ class StudyFolder:
                 try:
                     copied = self._copy(record, run_folder(fits[0].task, cell, record.identity.key))
                 except UserError as error:
-                    damaged.append(str(error))
+                    damaged.append(error.notice)
                     continue
                 came += copied
                 refused["there already"] += not copied

@@ -20,6 +20,7 @@ from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.system.files import read_file, read_json, read_object
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
 from oelm.training.predictions import read_predictions
 
@@ -146,6 +147,15 @@ class Record:
         return str(failure.get("kind")) if isinstance(failure, dict) else "unknown"
 
     @property
+    def warnings(self) -> list[Notice]:
+        return [read_notice(warning) for warning in self.results.get("warnings") or []]
+
+    @property
+    def reason(self) -> Notice | None:
+        """Why the run was interrupted or failed."""
+        return read_notice(found) if (found := self.results.get("reason")) else None
+
+    @property
     def evaluated(self) -> bool:
         """Whether the run says something about its method: it was completed, or its training went wrong."""
         return self.completed or self.failure_kind in OUTCOMES
@@ -201,7 +211,8 @@ class Record:
 
     @cached_property
     def parameter_roots(self) -> Counter[str]:
-        """How many parameters lie below each first name ("bert", "classifier"), by freeze_audit.json."""
+        """How many parameters lie below each first name ("bert", "classifier"), by freeze_audit.json: what
+        records before version 4 say about the model's family."""
         with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
             audit = read_object(self.folder / "freeze_audit.json")
             if "tensors" in audit:  # a published record
@@ -237,9 +248,9 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
     if problem := results_problem(results, config.training.test):
-        raise UserError(f"{folder / 'results.json'} is not the record of a run: {problem}")
+        raise UserError(notice("file.not_a_record", path=folder / "results.json", problem=problem))
     if problem := environment_problem(environment):
-        raise UserError(f"{folder / 'environment.json'} is not the record of a run: {problem}")
+        raise UserError(notice("file.not_a_record", path=folder / "environment.json", problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
 
 
@@ -252,7 +263,7 @@ def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[s
     )
 
 
-def find_records(root: Path, damaged: list[str] | None = None, follow: bool = True) -> Iterator[Record]:
+def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool = True) -> Iterator[Record]:
     """Every run below a folder that has ended, sorted by folder; what is not one is passed over.
 
     A run whose record cannot be read is passed over too, and said in `damaged` where that is given. Links
@@ -268,7 +279,7 @@ def find_records(root: Path, damaged: list[str] | None = None, follow: bool = Tr
         except UserError as error:
             if damaged is None:
                 raise
-            damaged.append(str(error))
+            damaged.append(error.notice)
             continue
         if record is not None:
             yield record

@@ -19,6 +19,8 @@ from oelm.errors import OUTCOMES, Interrupted, RunError, UserError
 from oelm.study.folder import Setting
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
+from oelm.system.library_errors import first_line
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.failure import failure_kind
 from oelm.training.session import Stop
 
@@ -27,15 +29,14 @@ STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told
 PAUSES = (1.0, 5.0, 30.0)
 DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # someone may be making room
 # What to do about a fault that does not pass. Every kind of `oelm.errors.FAULTS` that a run can have.
-MEMORY = "free some memory, or make a new study with a larger training.accumulate (a batch in more parts)"
 ADVICE = {
-    "memory": MEMORY,
-    "gpu_memory": MEMORY,
-    "disk": "make room or mend the disk",
-    "process": "find out what ended it (where memory is short, the system does: then fewer --jobs)",
-    "device": "check the GPU and its driver",
-    "software": "this may be a bug: the log has the details",
-    "input": "mend that",
+    "memory": notice("advice.study_memory"),
+    "gpu_memory": notice("advice.study_memory"),
+    "disk": notice("advice.study_disk"),
+    "process": notice("advice.study_process"),
+    "device": notice("advice.study_device"),
+    "software": notice("advice.study_software"),
+    "input": notice("advice.study_input"),
 }
 
 
@@ -141,7 +142,7 @@ class Runner:
                 if stop.reason is not None or self.broken is not None:
                     self._wind_up()
                     show(self.progress)
-                    raise self.broken or Interrupted(stop.reason)
+                    raise self.broken or Interrupted(stop.reason or "")
                 self._hand_out()
                 show(self.progress)
                 self._listen(0.5)
@@ -198,7 +199,7 @@ class Runner:
             return False
         setting.scores[cell] = record.validation
         if not record.completed:
-            self.progress.failed[Run(setting, cell, folder).name] = str(record.results.get("reason", ""))
+            self.progress.failed[Run(setting, cell, folder).name] = str(record.reason or "")
             return True
         if record.test is not None:
             setting.tests[cell] = record.test
@@ -237,7 +238,7 @@ class Runner:
                 try:
                     worker = Worker(free[0], self.started, self.root / "log", self.answers)
                 except OSError as error:
-                    self._fault(run, failure_kind(error), f"no process could be started for it ({error})")
+                    self._fault(run, failure_kind(error), notice("run.no_process", error=first_line(error)))
                     return
                 self.started += 1
                 self.workers.append(worker)
@@ -265,7 +266,7 @@ class Runner:
         if kind in OUTCOMES:
             if recorded:
                 return
-            kind, reason = "disk", "its record could not be written"
+            kind, reason = "disk", notice("run.no_record")
         # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
         self.workers.remove(worker)
         worker.close()
@@ -284,12 +285,12 @@ class Runner:
             others = [w for w in others if w.slot.environment == worker.slot.environment]
         return kind in ("memory", "gpu_memory") and bool(others)
 
-    def _fault(self, run: Run, kind: str, reason: str, log: Path | None = None) -> None:
+    def _fault(self, run: Run, kind: str, reason: Notice, log: Path | None = None) -> None:
         """Nothing is known about the run: make it again after a pause, or stop the study."""
         if self.stopping:
             return
         if log is not None and kind in ("process", "software", "device"):
-            reason += f"; see {log}"
+            reason = notice("run.see_log", reason=reason, log=log)
         self.faults[run.folder] += 1
         attempts, pauses = self.faults[run.folder], DISK_PAUSES if kind == "disk" else PAUSES
         if attempts <= len(pauses):
@@ -297,12 +298,8 @@ class Runner:
             self.not_before = max(self.not_before, time.monotonic() + pause)
             self.progress.news.append(f"{run.name}: {reason}; trying again in {pause:g} s")
             return
-        self.broken = self.broken or RunError(
-            f"{run.name} failed {attempts} times, which says nothing about its method: {reason}; "
-            f"the study stops here, and what was trained is saved",
-            kind,
-            f"{ADVICE[kind]}, and start again to go on",
-        )
+        stopped = notice("study.stopped", run=run.name, attempts=attempts, reason=reason)
+        self.broken = self.broken or RunError(stopped, kind, ADVICE[kind])
 
     def _wind_up(self) -> None:
         """Every running run saves and stops."""
@@ -315,28 +312,25 @@ class Runner:
             self._listen(0.5)
 
 
-def _cause(worker: Worker, answer: dict[str, Any] | None) -> tuple[str, str]:
+def _cause(worker: Worker, answer: dict[str, Any] | None) -> tuple[str, Notice]:
     """Of which kind a failure is, and the reason. A process that is gone has said nothing."""
     if answer is None:
         code = worker.process.wait()
-        return "process", f"its process ended with {_signal(-code) if code < 0 else f'exit code {code}'}"
+        if code >= 0:
+            return "process", notice("run.exit_code", code=code)
+        known = {-number: number.name for number in signal.Signals}
+        return "process", notice("run.exit_signal", number=-code, name=known.get(code))
+    reason = read_notice(answer["reason"])
     if answer["status"] == "interrupted":
-        return "process", f"its process was {answer['reason']}"
-    return str(answer["kind"]), str(answer["reason"])
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
+        return "process", notice("run.exit_stopped", reason=reason)
+    return str(answer["kind"]), reason
 
 
 def _line(run: Run) -> str:
     record = read_record(run.folder)
     assert record is not None
     if not record.completed:
-        return f"{run.name} FAILED: {record.results['reason']}"
+        return f"{run.name} FAILED: {record.reason}"
     measured = record.results["test"] or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"

@@ -24,11 +24,12 @@ from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model, default_model
 from oelm.speed.live_rows import put_back
 from oelm.speed.plain import plain_path
+from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, capture, full_state, restore
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
-from oelm.training.failure import LOWER, explained, failure_kind
+from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
 from oelm.training.schedule import layer_scales, learning_rate, shrinkage
@@ -89,7 +90,7 @@ def _train(
         _run(session, plan)
         stop.patient = False
         if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
-            raise Interrupted(stop.reason or "another process was told to stop")
+            raise Interrupted(stop.reason or notice("stop.other_process"))
         return _finish(session)
     except BaseException as error:
         failure = explained(session, folder, error)
@@ -120,9 +121,9 @@ class Taken:
 class NotFinite(Exception):
     """A step met a number that is not finite. `untouched`: the weights are those of the step before."""
 
-    def __init__(self, what: str, items: list[int], untouched: bool) -> None:
+    def __init__(self, what: Notice, items: list[int], untouched: bool) -> None:
         super().__init__(what)
-        self.items, self.untouched = items, untouched
+        self.what, self.items, self.untouched = what, items, untouched
 
 
 def _run(session: Session, plan: Plan) -> None:
@@ -180,7 +181,7 @@ def _steps(session: Session, plan: Plan) -> None:
             _save(session)
         session.display.advance(progress.step, tokens)
         if stops and progress.step < session.total and not progress.stopped_early:
-            raise Interrupted(session.stop.reason or "another process was told to stop")
+            raise Interrupted(session.stop.reason or notice("stop.other_process"))
         if not recent:
             started = time.perf_counter()
 
@@ -208,7 +209,7 @@ def _check_finite(session: Session, recent: list[Taken]) -> float:
     for n, step in enumerate(recent):
         value, norm = float(step.loss), 0.0 if session.scaler.is_enabled() else float(step.norm)
         seen = {"loss": value, "gradient": norm}
-        bad = next((f"the {name} is {x}" for name, x in seen.items() if not math.isfinite(x)), None)
+        bad = next(((name, str(x)) for name, x in seen.items() if not math.isfinite(x)), None)
         if parallel.anyone(bad is not None, session.state):
             undone = recent[n:]
             progress.step -= len(undone)
@@ -216,7 +217,7 @@ def _check_finite(session: Session, recent: list[Taken]) -> float:
             progress.tokens -= sum(taken.tokens for taken in undone)
             split = session.store["train"]
             ids = step.items if session.store.kind == "lm" else split.ids[step.items]
-            what = bad or "another process met a number that is not finite"
+            what = notice("run.value", what=bad[0], value=bad[1]) if bad else notice("run.other_not_finite")
             raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
     return parallel.total(value, session.state)
@@ -225,14 +226,10 @@ def _check_finite(session: Session, recent: list[Taken]) -> float:
 def _diverged(session: Session, step: int, bad: NotFinite) -> RunError:
     """The error of a run whose numbers are not finite by the path that is left."""
     session.progress.step = step  # that far it got
-    ids, last = bad.items, session.checkpoints.last() or "none"
-    tried = "" if session.progress.plain_from is None else ", by the fast path and by the plain one"
-    return RunError(
-        f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
-        f"the last good checkpoint is {last}",
-        kind="diverged",
-        advice=LOWER,
-    )
+    code = "run.not_finite" if session.progress.plain_from is None else "run.not_finite_twice"
+    last = session.checkpoints.last()
+    reason = notice(code, what=bad.what, step=step, items=bad.items, checkpoint=last)
+    return RunError(reason, "diverged", notice("advice.lower_lr"))
 
 
 def _log_step(session: Session, epoch: float, loss: float, norm: Tensor) -> None:
@@ -311,12 +308,9 @@ def _watch_chance(session: Session, split: str, n: int) -> None:
         return
     progress.at_chance = progress.best["metrics"]["accuracy"] <= level
     if progress.at_chance and training.stop_at_chance:
-        raise RunError(
-            f"step {progress.step}: the best accuracy on {split} is "
-            f"{progress.best['metrics']['accuracy']:.3f}, and always answering the most frequent class gives "
-            f"{majority:.3f}; stopped at chance level",
-            kind="at_chance",
-        )
+        accuracy = progress.best["metrics"]["accuracy"]
+        values = {"step": progress.step, "split": split, "accuracy": accuracy, "majority": majority}
+        raise RunError(notice("run.at_chance", **values), "at_chance")
 
 
 def _save(session: Session) -> None:
@@ -326,12 +320,8 @@ def _save(session: Session) -> None:
     # The step before may have had a finite gradient and still thrown the weights out of range.
     spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
     if spoilt is not None:
-        raise RunError(
-            f"{spoilt} is not finite after step {session.progress.step}; the last good checkpoint is "
-            f"{session.checkpoints.last() or 'none'}",
-            kind="diverged",
-            advice=LOWER,
-        )
+        values = {"name": spoilt, "step": session.progress.step, "checkpoint": session.checkpoints.last()}
+        raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
     if session.main:
         if session.log is not None:
             session.log.sync()
@@ -344,7 +334,7 @@ def _save(session: Session) -> None:
 def _finish(session: Session) -> dict[str, Any]:
     """Test the best model once, and write everything down."""
     if session.progress.best is None:  # nothing was left to do, or no evaluation ever happened
-        raise RunError("the run ended without an evaluation")
+        raise RunError(notice("run.no_evaluation"))
     best = session.progress.best["step"]
     restore(session.checkpoints.load(best), session.raw, None)
     training = session.config.training
@@ -379,6 +369,5 @@ def _record(session: Session | None, folder: RunFolder, error: BaseException) ->
         folder.discard()
     elif session.main:
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        reason = str(error) or type(error).__name__
         with contextlib.suppress(OSError):  # the disk may be full: the reason is still raised
-            folder.write("results.json", results.unfinished(session, status, reason, failure_kind(error)))
+            folder.write("results.json", results.unfinished(session, status, error))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from oelm.errors import UserError
+from oelm.system.messages import Notice, notice
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,12 +41,12 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:
+def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | None]:
     """The precision a run really uses, and a warning where that is not what was asked for."""
     if wanted == "auto":
         return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
     if wanted == "fp16" and device.type != "cuda":
-        return "fp32", "fp16 needs a GPU: this run uses fp32"
+        return "fp32", notice("training.fp16_on_cpu")
     return wanted, None
 
 

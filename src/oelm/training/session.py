@@ -17,7 +17,8 @@ from oelm.errors import Interrupted, UserError
 from oelm.models.build import build_model
 from oelm.speed.live_rows import live_weights
 from oelm.speed.watch import Watch
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, Checkpoints, capture, restore
 from oelm.training.display import Display, duration
@@ -45,17 +46,18 @@ class Progress:
     due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
     plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
     watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
     logged: int | None = None  # lines of metrics.jsonl
     made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
-        return cls(**(state | {"watch": Watch(**state.get("watch", {}))}))
+        warnings = [read_notice(warning) for warning in state.get("warnings", [])]
+        return cls(**(state | {"watch": Watch(**state.get("watch", {})), "warnings": warnings}))
 
-    def warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
+    def warn(self, warning: Notice) -> None:
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
 
 @dataclass(kw_only=True)
@@ -114,9 +116,10 @@ def start_session(
         around = environment(state.device, state.num_processes)
         _compare(progress, arithmetic(around))
     start = notes_on_start(config.model.name or "", store.kind, config.task.max_length)
-    for text in (warning, *store.warnings, *start, *checkpoints.problems, *_habits(config)):
-        if text:
-            progress.warn(text)
+    habits = [notice("training.chosen_on_test")] if training.choose_on == "test" else []
+    for told in (warning, *store.warnings, *start, *checkpoints.problems, *habits):
+        if told:
+            progress.warn(told)
     label = f"{config.method.name} on {store.task}"
     session = Session(
         **vars(stepper), store=store, folder=folder, checkpoints=checkpoints, before=before, report=report,
@@ -163,19 +166,14 @@ def fall_back(session: Session, step: int) -> None:
     vars(session).update(vars(stepper) | {"config": config, "watch": progress.watch})
     session.model.train()
     progress.plain_from = step
-    progress.warn(
-        f"the fast path gave numbers that are not finite at step {step}: from there on the plain path is used"
-    )
+    progress.warn(notice("training.left_fast_path", step=step))
     session.display.say(f"note: {progress.warnings[-1]}")
 
 
 def _compare(progress: Progress, now: dict[str, str]) -> None:
     """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
     if progress.made_with and (changed := changes(progress.made_with, now)):
-        progress.warn(
-            f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
-            "from those of a run that was never stopped"
-        )
+        progress.warn(notice("training.resumed_elsewhere", step=progress.step, changes=changed))
         progress.watch.again = True
     progress.made_with = now
 
@@ -188,16 +186,10 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run ({why}); "
-            "--overwrite the run, or name another folder"
+            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run "
+            f"({first_line(error)}); --overwrite the run, or name another folder"
         ) from None
-
-
-def _habits(config: RunConfig) -> Iterator[str]:
-    if config.training.choose_on == "test":
-        yield "the best step is chosen on the test split: a published habit, not a fair measurement"
 
 
 def _introduce(session: Session, resumed: bool) -> None:
@@ -228,7 +220,7 @@ class Stop:
     other time all that is worth keeping is on disk, and the order is obeyed at once.
     """
 
-    reason: str | None = None
+    reason: Notice | None = None
     patient: bool = False
 
 
@@ -246,14 +238,15 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
         return
     names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
     if stop_after is not None:  # without a limit the alarm stays its owner's
-        names[signal.SIGALRM] = "the time limit"
+        names[signal.SIGALRM] = ""
 
     def ask(number: int, _: Any) -> None:
         if stop.reason is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        stop.reason = f"stopped by {names[signal.Signals(number)]}"
+        name = names[signal.Signals(number)]
+        stop.reason = notice("stop.signal", signal=name) if name else notice("stop.time_limit")
         if not stop.patient:
             raise Interrupted(stop.reason)
 

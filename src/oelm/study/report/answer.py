@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from oelm.study.records import Record
 from oelm.study.report import numbers
 from oelm.study.report.view import View
-from oelm.study.result_types import FEWEST_SEEDS, PROBLEMS, Comparison, Group
+from oelm.study.result_types import Comparison, Group, explain_problems
+from oelm.system.messages import Notice, text_of
 
 MOST_CLAUSES = 3  # comparisons that are told one by one; more are counted
 MOST_NAMES = 6
@@ -78,29 +79,19 @@ def clause(view: View, comparison: Comparison) -> str:
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
+    """Why nothing may be concluded from these comparisons, in words."""
+    return view.words("list.and").join(text_of(p, view.words.lang) for p in problems(view, *comparisons))
+
+
+def problems(view: View, *comparisons: Comparison) -> list[Notice]:
     """Why nothing may be concluded from these comparisons."""
     several = len({c.group.setting for c in comparisons}) > 1
-    runs = {}  # at chance level, each once
+    arms = {}
     for c in comparisons:
         for arm in (c.reference, c.arm):
-            name = f"{view.label(c.group)}, {arm.method}" if several else arm.method
-            if arm.at_chance:
-                seeds = view.words.items(map(str, arm.at_chance))
-                runs[name] = view.words("problem.seeds", method=name, seeds=seeds)
-    unsure = [a.method for c in comparisons for a in (c.reference, c.arm) if a.unevaluated]
-    values = {
-        "methods": view.words.items(dict.fromkeys(unsure)),
-        "n": min(len(c.seeds) for c in comparisons),
-        "fewest": FEWEST_SEEDS,
-        "runs": view.words("list.semicolon").join(runs.values()),
-    }
-    known = [
-        view.words(f"problem.{code}", **values)
-        if view.words.name("problem", code) != code
-        else PROBLEMS.get(code, code)
-        for code in dict.fromkeys(code for c in comparisons for code in c.problems)
-    ]
-    return view.words("list.and").join(known)
+            arms[f"{view.label(c.group)}, {arm.method}" if several else arm.method] = arm
+    codes = dict.fromkeys(code for c in comparisons for code in c.problems)
+    return explain_problems(codes, arms, min(len(c.seeds) for c in comparisons))
 
 
 def _seen(view: View, comparison: Comparison) -> str:
