@@ -28,7 +28,7 @@ FAULTS = {
 class _Told(Exception):
     """An error with its message as a notice, for records; a plain text is one without a code."""
 
-    def __init__(self, message: str | Notice) -> None:
+    def __init__(self, message: str | Notice = "") -> None:
         super().__init__(str(message))
         self.notice = message if isinstance(message, Notice) else notice("text", text=message)
 

@@ -150,9 +150,15 @@ def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     for record in group.records:
         for warning in record.warnings:
             alike[_shape(warning)].append(warning)
+    texts = []  # of old records: what each run said in its own numbers is one notice
     for several in alike.values():
-        values = {"task": view.label(group), "count": len(several)}
-        yield "run", notice("study.of_runs", warning=_merged(several), **values)
+        values = {"warning": _merged(several), "count": len(several)}
+        if several[0].code == "text" and len(several) < len(group.records):
+            texts.append(notice("study.text_of_runs", **values))
+        else:
+            yield "run", notice("study.of_runs", task=view.label(group), **values)
+    if texts:
+        yield "run", notice("study.texts_of_runs", task=view.label(group), texts=texts)
 
 
 def _shape(told: Notice) -> str:
