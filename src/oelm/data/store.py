@@ -119,7 +119,7 @@ class Store:
         # Its files are known to be as they were written.
         self.sealed = "digest" in meta and written <= meta.get("checksums", {}).keys()
         self.warnings = [read_notice(warning) for warning in meta["warnings"]]
-        if meta["format"] == WITHOUT_GROUPS:
+        if meta.get("format") == WITHOUT_GROUPS:
             self.warnings.append(notice("data.no_groups"))
         if not self.sealed:
             self.warnings.append(notice("data.no_checksums"))

@@ -12,7 +12,7 @@ To support another architecture, add a row under its `config.model_type`:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,8 @@ class Family:
     ffn_in: tuple[str, ...]
     ffn_out: tuple[str, ...]
     score_scale: float | None = None
+    below: tuple[str, ...] = ("embeddings",)  # modules below all layers: the embeddings and a norm of theirs
+    head: tuple[str, ...] = ("pooler",)  # modules of the base model that belong to the task's head
 
 
 def _bert_attention(at: str) -> Attention:
@@ -141,6 +143,7 @@ FAMILIES: dict[str, Family] = {
         ),
         ffn_in=("encoder.layers.*.fc1", "decoder.layers.*.fc1"),
         ffn_out=("encoder.layers.*.fc2", "decoder.layers.*.fc2"),
+        below=("encoder.layernorm_embedding", "decoder.layernorm_embedding"),
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -322,28 +325,43 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
         if method.freeze.get(role) == "all":
             frozen += modules.values()
         elif role in method.freeze:
-            frozen += _selected(modules, method.freeze[role])
+            frozen += _selected(model, modules, method.freeze[role])
     # A tied parameter has several names; `named_parameters` reports it under the first.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)] for module in frozen for p in module.parameters(recurse=False)}
 
 
-def _selected(modules: dict[str, nn.Module], layers: str) -> list[nn.Module]:
-    """The modules of these layers. A layer is the first number in a path, counted in each stack by itself;
-    what has none goes with the first layer where it belongs to the embeddings, and trains otherwise."""
-    found = {path: re.search(r"(.*?\.)(\d+)\.", path) for path in modules}
-    depths: dict[str, int] = {}
-    for match in found.values():
-        if match:
-            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    chosen = {stack: select_layers(layers, depth) for stack, depth in depths.items()}
-    below = any(0 in chosen[stack] or only_below(layers, depth) for stack, depth in depths.items())
+def _selected(model: nn.Module, modules: dict[str, nn.Module], layers: str) -> list[nn.Module]:
+    """The modules of these layers; those below all layers go with the first, and others without one train."""
+    places = find_layers(model, modules)
+    chosen = {depth: select_layers(layers, depth) for _, depth in places.values()}
+    below = any(0 in chosen[depth] or only_below(layers, depth) for depth in chosen)
     return [
         module
         for path, module in modules.items()
-        if ((match := found[path]) and int(match[2]) in chosen[match[1]])
-        or (not match and "embed" in path and below)
+        if ((place := places.get(path)) and place[0] in chosen[place[1]])
+        or (not place and below and lies_in(model, path, family_of(model).below))
     ]
+
+
+def find_layers(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Of every module or parameter in a layer: its number, and how many layers its stack has."""
+    stacks = {attention.at.partition("*")[0] for attention in family_of(model).attentions}
+    found = {}
+    for name in names:
+        path = _relative(model, name)
+        for stack in stacks:
+            if path.startswith(stack):
+                found[name] = stack, int(path.removeprefix(stack).partition(".")[0])
+    depths: dict[str, int] = {}
+    for stack, layer in found.values():
+        depths[stack] = max(depths.get(stack, 0), layer + 1)
+    return {name: (layer, depths[stack]) for name, (stack, layer) in found.items()}
+
+
+def lies_in(model: nn.Module, name: str, parts: tuple[str, ...]) -> bool:
+    """Whether a module or parameter is, or belongs to, one of these modules of the base model."""
+    return f"{_relative(model, name)}.".startswith(tuple(f"{part}." for part in parts))
 
 
 def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from oelm.errors import AuditError, UserError
-from oelm.models.families import family_row
+from oelm.models.families import family_of, family_row, lies_in
 from oelm.models.weights import check_weights, quantised
 from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
 
@@ -136,7 +136,7 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
         name
         for name in missing
         if (
-            name.removeprefix(prefix).startswith("pooler.")
+            lies_in(model, name, family_of(model).head)
             if name.startswith(prefix)
             else name.partition(".")[0] not in saved and model.get_parameter(name) is not embedding
         )

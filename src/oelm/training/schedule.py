@@ -1,7 +1,6 @@
 """Learning rate, length of a run and randomness as functions of the step alone: resuming needs no memory."""
 
 import math
-import re
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from oelm.config import TrainingConfig
 from oelm.data import Plan
 from oelm.data.shuffle import shuffle_keys
+from oelm.models.families import family_of, find_layers, lies_in
 from oelm.speed.adamw import OwnAdamW, fault_of
 
 
@@ -77,30 +77,25 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """What each parameter's rate is multiplied by: 1 for the task's head, `decay` for the top layer,
     `decay` squared for the one below, and so on down to the embeddings.
 
-    A layer is the first number in a parameter's name. What has none lies below all layers where it is an
-    embedding; a last norm goes with the top layer, a pooler with the head, which it is a part of. The stacks
-    of an encoder-decoder are counted each from its own top.
+    What stands in no layer lies below them all where it belongs to the embeddings; a last norm goes with the
+    top layer, a pooler with the head. The stacks of an encoder-decoder are counted each from its own top.
     """
     names = [name for name, _ in model.named_parameters()]
     if decay == 1:
         return dict.fromkeys(names, 1.0)
+    family, places = family_of(model), find_layers(model, names)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {name: re.search(r"(.*?\.)(\d+)\.", name) for name in names}
-    depths: dict[str, int] = {}  # of a stack, by the name before the number
-    for match in found.values():
-        if match:
-            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    bodies = {stack.partition(".")[0] for stack in depths}  # T5 has its two beside its head, others one
-    deepest = max(depths.values(), default=0)
+    bodies = {name.partition(".")[0] for name in places}  # T5 has its two beside its head, others one
+    deepest = max((depth for _, depth in places.values()), default=0)
     scales = {}
     for name, parameter in model.named_parameters():
-        match = found[name]
-        if id(parameter) in embeddings or (not match and "embed" in name):  # BERT's has a norm of its own
+        if id(parameter) in embeddings or lies_in(model, name, family.below):
             power = deepest + 1
-        elif match:
-            power = depths[match[1]] - int(match[2])
+        elif name in places:
+            layer, depth = places[name]
+            power = depth - layer
         else:
-            power = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
+            power = int(name.partition(".")[0] in bodies and not lies_in(model, name, family.head))
         scales[name] = decay**power
     return scales
 
