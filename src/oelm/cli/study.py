@@ -115,7 +115,8 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
     done = publish(source, to)
     if as_json:
-        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": done.left_out}
+        left_out = [problem.to_dict() for problem in done.left_out]
+        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": left_out}
         typer.echo(json.dumps(answer, ensure_ascii=False))
         return
     for reason in done.left_out:

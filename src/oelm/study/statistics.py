@@ -313,7 +313,7 @@ def area_under_curve(steps: Any, values: Any) -> float:
 class Robustness:
     """The best rate of a grid, the range around it that is nearly as good, and what a larger rate loses.
 
-    `lost` is None where it is not known, and then `lost_unknown` says why.
+    `lost` is None where it is not known, and then `lost_unknown` says why: outside_grid or run_failed.
     """
 
     best_rate: float
@@ -371,8 +371,8 @@ def _loss_at(grid: Array, good: Array, best: int, factor: float) -> tuple[float 
         above = int(np.searchsorted(grid, rate))
         neighbours = np.array([above - 1, above])
     else:
-        return None, "outside the grid"
+        return None, "outside_grid"
     if not np.isfinite(good[neighbours]).all():
-        return None, "a run failed there"
+        return None, "run_failed"
     there = np.interp(math.log(rate), np.log(grid[neighbours]), good[neighbours])
     return float(good[best] - there), None
