@@ -364,7 +364,7 @@ def test_a_full_disk_while_it_resumes_names_the_last_checkpoint(
     running.send(signal.SIGCONT)
     ended = running.end()
     assert ended.code == 1 and "Traceback" not in ended.text, ended.text
-    assert f"the last good checkpoint is {last}; mend it and start again" in ended.message
+    assert f"the last good checkpoint is {last}; repair it and start again" in ended.message
     assert machine.run(config, out).code == 0
     assert outcome(out) == outcome(reference)
 
