@@ -8,6 +8,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import RunError, UserError
+from oelm.system.messages import notice
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
     done = publish(source, to)
     if as_json:
-        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": done.left_out}
+        left_out = [problem.to_dict() for problem in done.left_out]
+        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": left_out}
         typer.echo(json.dumps(answer, ensure_ascii=False))
         return
     for reason in done.left_out:
@@ -204,7 +206,7 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
-        raise RunError("nothing was measured: every run failed; the reasons are above")
+        raise RunError(notice("study.nothing_measured"))
 
 
 @app.command()

@@ -10,9 +10,10 @@ import numpy as np
 from oelm.data import dataset as data
 from oelm.data.catalogue import CLASSIFICATION, HELD_OUT, LM, SEQ2SEQ, TOKENS, Task, get_task
 from oelm.data.dataset import DROPPED, HOLD_OUT_SEED, Dataset, Part
-from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, one_line, open_file
+from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, open_file
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
 from oelm.errors import UserError
+from oelm.system.library_errors import first_line
 
 
 class HubSource(Source):
@@ -40,7 +41,7 @@ def _hub_source(task: Task, split: str) -> Source:
         table = datasets.load_dataset(task.hub.path, task.hub.config, revision=task.hub.revision, split=split)
     except Exception as error:  # whatever the network or the hub may answer
         raise UserError(
-            f"{task.name} cannot be loaded from the hub ({one_line(error)}); without a network, "
+            f"{task.name} cannot be loaded from the hub ({first_line(error)}); without a network, "
             "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         ) from None
     return HubSource(f"{task.hub.path}, split {split}", table)
@@ -131,7 +132,7 @@ def _label_part(dataset: Dataset, part: Part, task: Task, drop_unlabelled: bool)
     if unlabelled.any() and not (task.drop_unlabelled or drop_unlabelled):
         row = int(np.flatnonzero(unlabelled)[0])
         raise UserError(f"{part.source.where(row)}: label -1 means unlabelled, and {task.name} has labels")
-    dataset.drop(part, unlabelled, "unlabelled (-1)")
+    dataset.drop(part, unlabelled, "unlabelled")
     part.labels[unlabelled] = 0
 
 

@@ -19,6 +19,7 @@ from oelm.models.families import family_row
 from oelm.models.fit import agree_on_padding, positions_of
 from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.system.messages import Notice, notice
 from oelm.system.private_transformers import has_model_for
 
 _REFERENCE = {
@@ -38,7 +39,7 @@ def build_model(config: RunConfig, store: Store, auto_class: str) -> tuple[PreTr
     name, seed = config.model.name, config.training.seed
     assert name is not None, "the config of a model to build is resolved"
     model: PreTrainedModel
-    note = ""
+    note = None
     if name in PRESETS:
         refuse_seq2seq(name, store.kind)
         model = _REFERENCE[auto_class](_reference_config(config, store, name))
@@ -96,7 +97,9 @@ def _labels(store: Store) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[PreTrainedModel, str]:
+def _load(
+    config: RunConfig, store: Store, auto_class: str, name: str
+) -> tuple[PreTrainedModel, Notice | None]:
     """A pretrained model from a folder or the hub, with a head for this task; and a note on what is new."""
     fields = _labels(store) if auto_class != "AutoModelForCausalLM" else {}
     if auto_class == "AutoModelForQuestionAnswering":
@@ -118,11 +121,11 @@ def _load(config: RunConfig, store: Store, auto_class: str, name: str) -> tuple[
             module.p = config.model.dropout  # some heads have a rate that no config names: Llama's for tags
     if auto_class == "AutoModelForCausalLM":
         _refuse_seeing_ahead(model, name)
-    note = f"{', '.join(sorted(new))}: new, for this task" if new else ""
+    note = notice("training.new_weights", names=sorted(new)) if new else None
     others = store.label_names and known.id2label != dict(enumerate(store.label_names))
     # Where there are as many, each label would inherit the weights of another.
     if others and (anew := renew_scores(model, new)):
-        note = f"{', '.join(sorted(new | anew))}: new, for this task: the checkpoint's labels are others"
+        note = notice("training.new_labels", names=sorted(new | anew))
     if auto_class == "AutoModelForSequenceClassification":
         agree_on_padding(model, store.tokenizer())
         if model.config.problem_type is not None:  # what it was for another task
