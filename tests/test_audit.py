@@ -37,11 +37,11 @@ def test_lost_orthonormality_is_found_without_a_fingerprint():
     weight = model.bert.encoder.layer[2].attention.self.key.weight
     weight.data[8:16] *= 1.001  # the second of four heads
     with pytest.raises(
-        AuditError, match=r"layer.2.attention.self.key: head 1 is off from orthonormal by 0.002"
+        AuditError, match=r"layer.2.attention.self.key: head 1 deviates from orthonormal by 0.002"
     ):
         oelm.audit(model)
     weight.data[0, 0] = float("nan")
-    with pytest.raises(AuditError, match="head 0 is off from orthonormal by nan"):
+    with pytest.raises(AuditError, match="head 0 deviates from orthonormal by nan"):
         oelm.audit(model)
 
 
@@ -71,7 +71,7 @@ def test_frozen_feed_forward_blocks_are_checked_too():
     assert oelm.audit(model).orthonormal_heads == 6
     weight = model.bert.encoder.layer[1].output.dense.weight
     weight.data[:, 0] *= 1.01
-    with pytest.raises(AuditError, match=r"layer.1.output.dense: head 0 is off from orthonormal"):
+    with pytest.raises(AuditError, match=r"layer.1.output.dense: head 0 deviates from orthonormal"):
         oelm.audit(model)
 
 

@@ -13,6 +13,7 @@ from oelm.method import HEAD_ROLES, Method
 from oelm.models.families import block_gain, find_sites, frozen_names, relative_name
 from oelm.models.lora import adapted_layers
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
+from oelm.system.messages import Notice, notice
 from oelm.system.private_peft import is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
 
@@ -80,7 +81,7 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     for path, weight, blocks, gain in _orthonormal(model, method):
         deviations, limit = deviation(weight, blocks, gain), _allowed(weight)
         problems += [
-            f"{path}: head {head} is off from orthonormal by {value:.2g} (tolerance {limit:.2g})"
+            notice("audit.not_orthonormal", name=path, head=head, deviation=float(value), tolerance=limit)
             for head, value in enumerate(deviations)
             if not value <= limit  # NaN is a problem too
         ]
@@ -90,9 +91,9 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
         hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze freezes it again)"
         raise AuditError(
             f"the audit failed, it found {len(problems)} problem(s):\n  "
-            + "\n  ".join(problems[:20])
+            + "\n  ".join(map(str, problems[:20]))
             + more
-            + (hint if before is None and any("the method freezes it" in p for p in problems) else ""),
+            + (hint if before is None and any(p.code == "audit.trains" for p in problems) else ""),
             problems,
         )
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -121,27 +122,27 @@ def method_of(model: nn.Module) -> Method:
     return Method.from_dict(record_of(model)["method"])
 
 
-def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None) -> Iterable[str]:
+def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None) -> Iterable[Notice]:
     wanted = frozen_names(model, method)
     expected = wanted | set(record_of(model)["already_frozen"] if before is None else before.frozen)
     known = None if before is None else set(before.frozen) | set(before.trainable)
     for name, parameter in model.named_parameters():
         if name in wanted and parameter.requires_grad:
-            yield f"{name}: the method freezes it, but it is trainable"
+            yield notice("audit.trains", name=name)
         elif name in expected and parameter.requires_grad:
-            yield f"{name}: it was frozen, but it is trainable now"
+            yield notice("audit.unfrozen", name=name)
         elif not parameter.requires_grad and name not in expected:
-            yield f"{name}: it should train, but it is frozen"
+            yield notice("audit.frozen", name=name)
         if known is not None and name not in known:
-            yield f"{name}: it was not there when the fingerprint was taken"
+            yield notice("audit.new", name=name)
     for name in sorted((known or set()) - {name for name, _ in model.named_parameters()}):
-        yield f"{name}: it is gone"
+        yield notice("audit.gone", name=name)
 
 
-def _changes(model: nn.Module, before: Fingerprint) -> Iterable[str]:
+def _changes(model: nn.Module, before: Fingerprint) -> Iterable[Notice]:
     for name, parameter in model.named_parameters():
         if before.frozen.get(name) and _digest(parameter) != before.frozen[name]:
-            yield f"{name}: a frozen weight changed"
+            yield notice("audit.changed", name=name)
 
 
 def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, Any]]:
@@ -170,7 +171,7 @@ def frozen_digest(model: nn.Module, method: Method) -> dict[str, dict[str, str]]
     }
 
 
-def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
+def _digest_problems(model: nn.Module, method: Method) -> Iterable[Notice]:
     """Compare with the digests in the config, in a dtype that holds the weights exactly.
 
     A model loaded in a narrower dtype than it was saved in has the digest of that dtype. One loaded in a
@@ -184,7 +185,7 @@ def _digest_problems(model: nn.Module, method: Method) -> Iterable[str]:
             _fits(tensor, getattr(torch, dtype)) and _digest(tensor, getattr(torch, dtype)) == digest
             for dtype, digest in digests.items()
         ):
-            yield f"{name}: not the weight that was frozen (its digest differs from config.oelm)"
+            yield notice("audit.other_digest", name=name)
 
 
 def _full(tensor: Tensor) -> Tensor:

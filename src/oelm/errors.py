@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from oelm.system.messages import Notice, notice
+
 REQUEUE = 75  # EX_TEMPFAIL: the exit code that schedulers take as "start me again"
 
 
@@ -23,7 +25,15 @@ FAULTS = {
 }
 
 
-class UserError(ValueError):
+class _Told(Exception):
+    """An error with its message as a notice, for records; a plain text is one without a code."""
+
+    def __init__(self, message: str | Notice = "") -> None:
+        super().__init__(str(message))
+        self.notice = message if isinstance(message, Notice) else notice("text", text=message)
+
+
+class UserError(_Told, ValueError):
     """An input cannot be used. The message says what is wrong, where, and what to do, in one line."""
 
 
@@ -31,21 +41,24 @@ class FolderInUse(UserError):
     """Another process holds the folder of a run."""
 
 
-class AuditError(RuntimeError):
+class AuditError(_Told, RuntimeError):
     """A frozen weight moved, lost its orthonormality, or a parameter is not as its method says."""
 
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+    def __init__(self, message: str | Notice, problems: Sequence[Notice] = ()) -> None:
         super().__init__(message)
         self.problems = list(problems)  # all of them; the message may leave some out
 
 
-class RunError(RuntimeError):
+class RunError(_Told, RuntimeError):
     """A run failed: what happened, its kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
 
-    def __init__(self, reason: str, kind: str = "software", advice: str = "") -> None:
-        super().__init__(f"{reason}; {advice}" if advice else reason)
-        self.reason, self.kind = reason, kind
+    def __init__(self, reason: str | Notice, kind: str = "software", advice: Notice | None = None) -> None:
+        super().__init__(reason)
+        self.kind, self.advice = kind, advice
+
+    def __str__(self) -> str:
+        return f"{self.notice}; {self.advice}" if self.advice else str(self.notice)
 
 
-class Interrupted(Exception):
+class Interrupted(_Told):
     """A run was told to stop and saved a checkpoint: the same command resumes it."""

@@ -53,7 +53,7 @@ def test_inspect_tells_what_is_in_a_file(run: Run, tmp_path: Path) -> None:
     report = json.loads(out)
     assert report["splits"]["train"]["class_counts"].keys() == {"ham", "spam"}
     assert sum(split["items"] for split in report["splits"].values()) == 101
-    assert report["dropped"] == {"empty texts": 1}
+    assert report["dropped"] == {"empty": 1}
     for split in report["splits"].values():
         assert sum(count for _, count in split["lengths"]) == split["items"]
         assert split["length_100"] <= 16
@@ -64,7 +64,7 @@ def test_inspect_tells_what_is_in_a_file(run: Run, tmp_path: Path) -> None:
         "ham",
         "cut at 16",
         "duplicates between splits",
-        "1 rows dropped: empty texts",
+        "1 row dropped: empty texts",
     ):
         assert said in out
 

@@ -70,7 +70,7 @@ def test_tokens_and_batches_are_those_of_hugging_face(tmp_path: Path, kind: str)
         assert [split.meta["truncated"], split.meta["target_truncated"]] == cut
         seen += split.ids.tolist()
     assert sorted(seen) == list(range(80))
-    said = " ".join(store.warnings)
+    said = " ".join(map(str, store.warnings))
     assert "train items are cut at 20 tokens" in said and "train targets are cut at 9 tokens" in said
     train = store["train"]
     items = np.arange(7)
@@ -144,7 +144,7 @@ def test_half_a_pair_is_dropped_and_known_sources_are_counted(tmp_path: Path) ->
     train = pairs_file(tmp_path / "x.csv", rows)
     test = pairs_file(tmp_path / "test.csv", [(rows[0][0], "another target"), ("a new source", "a target")])
     data = load_file(train, text="source", target="target", test_file=test)
-    assert data.dropped == {"empty texts": 2}
+    assert data.dropped == {"empty": 2}
     assert data.sizes() == {"train": 53, "validation": 5, "test": 2}
     assert data.duplicates["train/test"] + data.duplicates["validation/test"] == 1
 

@@ -18,6 +18,7 @@ from oelm.data.manifest import FORMAT
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
 from oelm.system.files import folder_beside
+from oelm.system.messages import notice
 from tests.data.made import labelled
 
 
@@ -190,14 +191,14 @@ def test_folders_that_are_no_store(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="has format 99, this version reads 2; prepare the data again"):
+    with pytest.raises(UserError, match="has format 99, this version reads 3; prepare the data again"):
         open_store(tmp_path)
 
 
 def test_a_damaged_store_says_which_file(tmp_path: Path) -> None:
     store = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy")
     (tmp_path / "copy" / "train.tokens.npy").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.tokens\.npy is missing or damaged"):
+    with pytest.raises(UserError, match=r"train\.tokens\.npy is damaged"):
         _ = store["train"].tokens
     with pytest.raises(UserError, match="has no split 'dev'; it has: train, validation, test"):
         _ = store["dev"]
@@ -291,7 +292,8 @@ def test_a_damaged_store_of_the_cache_is_set_aside_and_made_again(tmp_path: Path
     _flip_labels(folder)
     store = prepare(load_file(path, text="body", label="topic"), tokenizer="train:300")
     assert store["train"].labels.tolist() == right.tolist()
-    assert "train.labels.npy was changed or damaged" in store.warnings[-1]
+    assert store.warnings[-1].code == "data.prepared_again"
+    assert "train.labels.npy was changed or damaged" in str(store.warnings[-1])
     assert np.load(folder.with_name(folder.name + ".damaged") / "train.labels.npy").tolist() != right.tolist()
 
 
@@ -306,7 +308,7 @@ def test_a_store_of_an_earlier_version_is_read_and_said_to_have_no_checksums(tmp
     path = labelled(tmp_path / "x.csv")
     cached = _without_checksums(_prepare(path))
     store = open_store(cached)
-    assert any("has no checksums" in warning for warning in store.warnings)
+    assert notice("data.no_checksums") in store.warnings
     assert store["train"].labels.tolist() == open_store(_prepare(path))["train"].labels.tolist()
     again = open_store(cached)  # in the cache it has been made again
     assert again.sealed and again.warnings == []
@@ -317,10 +319,10 @@ def test_a_store_of_an_earlier_version_is_read_and_said_to_have_no_checksums(tmp
     [
         ("labels", lambda a: a + 2, "a value is not between 0 and 1"),
         ("labels", lambda a: a[:-1], "values where"),
-        ("labels", lambda a: a.astype(float), "no row of whole numbers"),
-        ("tokens", lambda a: a.reshape(-1, 1), "no row of whole numbers"),
+        ("labels", lambda a: a.astype(float), "not hold a row of whole numbers"),
+        ("tokens", lambda a: a.reshape(-1, 1), "not hold a row of whole numbers"),
         ("tokens", lambda a: a + 300, "a value is not between 0 and 299"),
-        ("offsets", lambda a: a[::-1], "its places are not in order"),
+        ("offsets", lambda a: a[::-1], "its offsets are not in order"),
     ],
 )
 def test_without_checksums_what_cannot_be_is_refused(tmp_path: Path, column, change, message) -> None:

@@ -10,6 +10,7 @@ import pytest
 from oelm.data import load_file, prepare
 from oelm.data.dataset import Dataset
 from oelm.errors import UserError
+from oelm.system.messages import notice
 from tests.data.made import labelled, parquet, write_csv, write_jsonl
 
 
@@ -112,9 +113,9 @@ def test_labels_that_may_mean_a_missing_one_are_classes_and_said(tmp_path: Path)
     rows = [[f"text {i}", values[i % 4]] for i in range(60)]
     data = load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
     assert data.label_names == ["NA", "None", "a", "b"]
-    assert [w for w in data.warnings if "missing" in w] == [
-        "labels that may mean a missing one are classes here: 'NA' (15 rows), 'None' (15 rows); if they do, "
-        "remove these rows"
+    assert [str(w) for w in data.warnings if w.code == "data.maybe_missing"] == [
+        "these labels may stand for a missing one, but count as classes: 'NA' (15 rows); 'None' (15 rows). "
+        "Where a label is missing, remove the row"
     ]
 
 
@@ -146,9 +147,9 @@ def test_the_store_holds_the_labels_of_the_rows(tmp_path: Path) -> None:
 def test_empty_texts_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [[f"text {i}" if i % 5 else " \n"[: i % 3], "ab"[i % 2]] for i in range(50)]
     data = load_file(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
-    assert data.dropped == {"empty texts": 10}
+    assert data.dropped == {"empty": 10}
     assert sum(data.sizes().values()) == 40
-    assert "10 rows dropped: empty texts" in data.warnings
+    assert "10 rows dropped: empty texts" in map(str, data.warnings)
 
 
 def test_pairs_without_one_of_their_texts_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_pairs_without_one_of_their_texts_are_dropped_and_counted(tmp_path: Path
         return load_file(write_csv(tmp_path / "x.csv", ["text", "other", "label"], rows), text_pair="other")
 
     data = read(whole + halves)
-    assert data.dropped == {"empty texts": 3}
+    assert data.dropped == {"empty": 3}
     assert sum(data.sizes().values()) == 40
     # A store that was made with the halves must not be found again; one without any is what it was.
     assert "whole_pairs" in data.fingerprint()
@@ -172,7 +173,7 @@ def test_texts_in_train_and_test_are_counted(tmp_path: Path) -> None:
     test.write_text(test.read_text() + "\n".join(lines[1:8]) + "\n")
     data = load_file(train, text="body", label="topic", test_file=test)
     assert data.duplicates["train/test"] + data.duplicates["validation/test"] == 7
-    assert any("stand in train too" in warning for warning in data.warnings)
+    assert any("test items also occur in train" in str(warning) for warning in data.warnings)
 
 
 def _labels(values: list[Any]) -> list[dict[str, Any]]:
@@ -247,7 +248,7 @@ def test_a_class_missing_from_the_test_file_is_a_warning(tmp_path: Path) -> None
     train = labelled(tmp_path / "a.csv", 40)
     test = write_csv(tmp_path / "b.csv", ["body", "topic"], [["x", "yes"]])
     data = load_file(train, text="body", label="topic", test_file=test)
-    assert "no text of the test split has the label no" in data.warnings
+    assert notice("data.no_label", split="test", labels=["no"]) in data.warnings
 
 
 @pytest.mark.parametrize(

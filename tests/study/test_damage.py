@@ -179,7 +179,7 @@ def test_a_checkpoint(world: Path, tmp_path: Path, file: str, kind: str) -> None
     checkpoints = Checkpoints(folder, keep=2)
     found = checkpoints.load_last()
     assert found is not None and f"step-{found.state['step']:08d}" == before
-    assert newest in checkpoints.problems[0] and len(checkpoints.problems[0].splitlines()) == 1
+    assert newest in (said := str(checkpoints.problems[0])) and len(said.splitlines()) == 1
     assert contents(folder, but=folder / newest / file) == rest
 
 

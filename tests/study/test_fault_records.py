@@ -15,6 +15,7 @@ from oelm.study.report import as_plain, summary, write_report
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
+from oelm.system.messages import notice, text_of
 from tests.claims.claim_records import GRID, MEDIUM, pairs, rates_study, run, trials
 from tests.study.report_folders import make_study
 
@@ -65,7 +66,7 @@ def test_a_trial_that_was_never_evaluated_voids_the_conclusion_and_is_named(kind
     (comparison,) = analysis.comparisons
     assert comparison.verdict == "void" and comparison.problems[0] == "unevaluated"
     assert len(comparison.differences) == 5  # what was measured is still shown
-    name = f"{method}, rate 0.001, seed 1001"
+    name = f"{method}, learning rate 0.001, seed 1001"
     told = " ".join(summary(analysis).split())
     assert f"evaluated for {method}" in told and name in told
     assert "best for it on validation" not in told
@@ -113,7 +114,7 @@ def test_old_records_are_read_and_a_failure_of_theirs_rules_nothing_out(tmp_path
     written = write_report(out, lang)
     page = written.html.read_text(encoding="utf-8")
     assert Words(lang)("table.unevaluated") in page and Words(lang)("notice.unevaluated") in page
-    assert Words(lang)("notice.run_name", method="oelm", rate="0.001", seed=1001) in page
+    assert text_of(notice("study.run", method="oelm", lr=0.001, seed=1001), lang) in page
     shown = CliRunner().invoke(app, ["report", str(out), "--json"])
     (said,) = json.loads(shown.output)["comparisons"]
     assert said["verdict"] == "void" and "unevaluated" in said["problems"]

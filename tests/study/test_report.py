@@ -30,6 +30,7 @@ from oelm.study.report.notices import alert, notices
 from oelm.study.report.render import escape_markdown, to_html, to_markdown
 from oelm.study.report.view import View
 from oelm.study.report.words import LANGUAGES, Words, table
+from oelm.system.messages import notice
 from oelm.training.status import run_status
 from tests.claims.claim_records import pairs, rates_study, run, trials
 from tests.study.report_folders import copy_run, make_study, settle
@@ -352,18 +353,17 @@ def test_every_kind_of_warning_is_told_once(tmp_path):
     settle(out)
     copy_run(out / "runs" / "other", "oelm", "another", 3e-4, 1, 0.8)
     found = {}
-    for notice in notices(View(analyse(out), Words("en"))):
-        found.setdefault(notice.kind, []).append(notice.text)
+    for listed in notices(View(analyse(out), Words("en"))):
+        found.setdefault(listed.kind, []).append(listed.text)
     assert any(
-        "oelm, rate 0.001, seed 1001; oelm, rate 0.003, seed 1001. Reason: the loss" in t
+        "oelm, learning rate 0.001, seed 1001; oelm, learning rate 0.003, seed 1001. Reason: the loss" in t
         for t in found["failed"]
     )
     assert found["trivial"] == ["imdb, baseline, oelm: the mean is behind TF-IDF + logistic regression"]
     assert "the runs do not share one commit: abc, def" in found["mixture"]
-    assert any(text.startswith("1 records in the folder were left out") for text in found["mixture"])
+    assert any(text.startswith("left out: 1 record in the folder, of other ") for text in found["mixture"])
     assert any(
-        text.startswith("imdb: 114 of 25000 items of test stand in train too (runs: ")
-        for text in found["run"]
+        text.startswith("imdb: 114 of 25000 items of test stand in train too (") for text in found["run"]
     )
     assert len(found["run"]) == len(set(found["run"])) == 6  # each warning of the real run, once
 
@@ -385,9 +385,9 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     after = analyse(out)
     assert [c.differences for c in after.comparisons] == [c.differences for c in before.comparisons]
     assert after.copies == 1 and len(after.damaged) == 1
-    texts = [notice.text for notice in notices(View(after, Words("en")))]
+    texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
-    assert any("1 copies" in text for text in texts) and any("passed over" in text for text in texts)
+    assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
 
 
 INCOMPLETE = {
@@ -410,7 +410,7 @@ def test_one_incomplete_record_is_named_and_the_others_are_compared(tmp_path, ki
     victim = next(p for p in sorted((out / "runs").rglob("results.json")) if "measured" in str(p))
     victim.write_text(json.dumps(json.loads(victim.read_text()) | INCOMPLETE[kind]))
     found = analyse(out)
-    assert len(found.damaged) == 1 and f"{victim} is not the record of a run: " in found.damaged[0]
+    assert len(found.damaged) == 1 and f"{victim} is not the record of a run: " in str(found.damaged[0])
     assert len(found.comparisons) == 1 and len(found.comparisons[0].seeds) == 4
     assert run_status(victim.parent).to_dict() and summary(found)
 
@@ -418,7 +418,7 @@ def test_one_incomplete_record_is_named_and_the_others_are_compared(tmp_path, ki
 @pytest.mark.parametrize(
     ("lang", "said"),
     [
-        ("en", "records of version 1 (runs: 9) have no groups of items: which test items belong together"),
+        ("en", "records of version 1 (9 runs) have no groups of items: which test items belong together"),
         ("zh", "版本 1 的记录（运行数：9）没有样本分组"),
     ],
 )
@@ -427,30 +427,64 @@ def test_what_records_of_an_earlier_version_lack_is_said_once(lang, said):
     records[1].results["schema"] = 1
     records[2].results["schema"] = 3
     view = View(analyse_records(records, None), Words(lang))
-    (notice,) = [notice for notice in notices(view) if notice.kind == "version"]
-    assert notice.text.startswith(said)
-    assert alert(view.words, [notice]) == ""  # no number depends on it
+    (listed,) = [listed for listed in notices(view) if listed.kind == "version"]
+    assert listed.text.startswith(said)
+    assert alert(view.words, [listed]) == ""  # no number depends on it
     for record in records:
         record.results["schema"] = 3
-    assert not [notice for notice in notices(view) if notice.kind == "version"]
+    assert not [listed for listed in notices(view) if listed.kind == "version"]
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():
     records = pairs(5.0)
     for place, record in enumerate(records):
-        record.results["warnings"] = [f"test accuracy 0.{place + 10} is behind tfidf_logreg (0.9007)"]
-    texts = [n.text for n in notices(View(analyse_records(records, None), Words("en"))) if n.kind == "run"]
-    assert texts == ["imdb: test accuracy 0.10–0.19 is behind tfidf_logreg (0.9007) (runs: 10)"]
+        record.results["warnings"] = [
+            notice(
+                "training.behind_baseline", split="test", metric="accuracy", value=(place + 10) / 100,
+                name="tfidf_logreg", baseline=0.9007,
+            ).to_dict()
+        ]  # fmt: skip
+    analysis = analyse_records(records, None)
+    (listed,) = [n for n in notices(View(analysis, Words("en"))) if n.kind == "run"]
+    assert listed.text == (
+        "imdb: test accuracy 0.1000–0.1900 is behind the trivial baseline TF-IDF + logistic regression "
+        "(0.9007) (10 runs)"
+    )
+    (listed,) = [n for n in notices(View(analysis, Words("zh"))) if n.kind == "run"]
+    assert listed.text == (
+        "imdb：测试集准确率 0.1000–0.1900 落后于简单基线 TF-IDF + 逻辑回归（0.9007）（运行数：10）"
+    )
+    warnings = as_plain(analysis)["warnings"]  # for programs: the code, and the range of each number
+    (told,) = [w["notice"]["values"]["warning"] for w in warnings if w["kind"] == "run"]
+    assert told["code"] == "training.behind_baseline" and told["values"]["value"] == [0.10, 0.19]
 
 
-def test_warnings_of_runs_are_translated(study):
-    """Those of a real run, and those that others may have; a strange one stays as it was recorded."""
-    texts = [n.text for n in notices(View(analyse(study), Words("zh"))) if n.kind == "run"]
-    assert len(texts) == 6 and not any(re.search(r"\b(of|the|is|are)\b", text) for text in texts)
-    assert "imdb：test 的 25000 个样本中有 114 个也出现在 train 中（运行数：18）" in texts
-    assert Words("zh").recorded("3 rows dropped: no label") == "舍弃 3 行：no label"
-    assert Words("zh").recorded("something new happened") == "something new happened"
-    assert Words("en").recorded("3 rows dropped: no label") == "3 rows dropped: no label"
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_warnings_of_old_records_and_of_later_versions_are_shown_as_they_are(lang):
+    records = pairs(5.0)
+    for record in records:
+        later = {"code": "data.tomorrow", "values": {"n": 3}}
+        record.results["warnings"] = ["3 rows dropped: no label", f"accuracy {record.test}", later]
+    texts = [n.text for n in notices(View(analyse_records(records, None), Words(lang))) if n.kind == "run"]
+    assert len(texts) == 3  # what the runs said in different numbers is one
+    assert any("3 rows dropped: no label" in text for text in texts)
+    assert any("data.tomorrow (n: 3)" in text for text in texts)
+    assert any(text.count("accuracy 0.") == 10 for text in texts)
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_a_failure_is_told_in_the_reports_language(lang):
+    reason = notice("run.weight_not_finite", name="h.0.mlp", step=1200, checkpoint=None).to_dict()
+    failed = {"status": "failed", "failure": {"kind": "diverged"}, "reason": reason, "test": None}
+    view = View(analyse_records([*pairs(5.0), run("oelm", 6, None, results=failed)], None), Words(lang))
+    (text,) = [listed.text for listed in notices(view) if listed.kind == "failed"]
+    said = {
+        "en": "imdb, diverged: oelm, learning rate 0.0003, seed 6. Reason: h.0.mlp is not finite after step "
+        "1,200; the last good checkpoint is none",
+        "zh": "imdb，发散：oelm，学习率 0.0003，种子 6。原因：第 1,200 步之后 h.0.mlp 不是有限值；"
+        "最近的完好检查点：无",
+    }
+    assert text == said[lang]
 
 
 def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
@@ -462,7 +496,7 @@ def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
     assert (
         kinds["chance"] == "imdb, baseline: seeds 1 cannot be told from the most frequent class on validation"
     )
-    assert "baseline: the best rate (3e-5) is at the edge of the grid" in kinds["rate"]
+    assert "baseline: the best learning rate (3e-5) is at the edge of the grid" in kinds["rate"]
     assert kinds["unfinished"] == "imdb: 8 runs of the study have not ended; the numbers will change"
 
 

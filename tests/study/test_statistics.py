@@ -407,14 +407,14 @@ def test_a_grid_point_is_found_in_spite_of_rounding():
 
 def test_what_a_larger_rate_loses_may_be_unknown():
     beyond = lr_robustness([1e-3, 2e-3], [0.9, 0.8])
-    assert (beyond.lost, beyond.lost_unknown) == (None, "outside the grid")
+    assert (beyond.lost, beyond.lost_unknown) == (None, "outside_grid")
     failed = lr_robustness(RATES, [0.90, 0.90, None, 0.90, None])
     assert (failed.best_rate, failed.low, failed.high) == (1e-4, 1e-4, 3e-4)
     assert failed.lost == pytest.approx(0)
     broken = lr_robustness(RATES, [0.80, 0.90, None, 0.90, None])
-    assert (broken.lost, broken.lost_unknown) == (None, "a run failed there")
+    assert (broken.lost, broken.lost_unknown) == (None, "run_failed")
     exactly = lr_robustness([1e-3, 3e-3], [0.9, None])
-    assert (exactly.lost, exactly.lost_unknown) == (None, "a run failed there")
+    assert (exactly.lost, exactly.lost_unknown) == (None, "run_failed")
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_an_audit_that_fails_names_what_was_changed(oelm_cli, run, world):
     path = name.removeprefix("transformer.").removesuffix(".weight")
     assert (code, out) == (1, "")
     assert "tampered: the audit failed, it found 2 problem(s):\n" in err
-    assert f"{path}.weight: not the weight that was frozen" in err and "off from orthonormal" in err
+    assert f"{path}.weight: not the weight that was frozen" in err and "deviates from orthonormal" in err
     code, out, _ = oelm_cli("audit", tampered, "--json")
     assert code == 1
     assert len(json.loads(out)["problems"]) == 2

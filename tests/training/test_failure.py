@@ -106,7 +106,7 @@ def test_a_run_records_the_kind_and_advises_by_the_cause(
         loop.train(make_config(values), open_store(machine.store), out, show=False)
     results = json.loads((out / "results.json").read_text())
     assert results["status"] == "failed" and results["failure"] == {"kind": kind}
-    assert results["schema"] == 3
+    assert results["schema"] == 4
     assert ("learning rate" in str(caught.value)) == (kind == "diverged")
     assert ("training.accumulate" in str(caught.value)) == (kind == "memory")
     if kind != "software":

@@ -153,15 +153,15 @@ def test_a_run_and_its_model_are_the_same_start_and_notes_are_kept(oelm_cli, lan
     second, two = trained_on(oelm_cli, run / "model", "sst2", "baseline", tmp_path / "two")
     assert first["model"] == second["model"] == str(run / "model")
     assert all(torch.equal(one[name], two[name]) for name in one)
-    (note,) = (w for w in first["warnings"] if "language model" in w)
-    assert "attends in both directions" in note
-    assert not any("positions" in w for w in first["warnings"])
+    (note,) = (w for w in first["warnings"] if w["code"] == "training.was_causal")
+    assert note["values"] == {"model": str(run / "model")}
+    assert not any(w["code"] == "training.new_positions" for w in first["warnings"])
     again, _ = trained_on(oelm_cli, run, "tinystories", "baseline", tmp_path / "lm")
-    assert not any("directions" in w for w in again["warnings"])
+    assert not any(w["code"] == "training.was_causal" for w in again["warnings"])
     other, _ = trained_on(oelm_cli, language_model("gpt2", "oelm"), "ptb-pos", "baseline", tmp_path / "gpt2")
-    assert not any("directions" in w for w in other["warnings"]), "GPT-2 stays causal"
+    assert not any(w["code"] == "training.was_causal" for w in other["warnings"]), "GPT-2 stays causal"
     notes = notes_on_start(str(run / "model"), "classification", 80)
-    assert any("was trained on 48 positions" in w and "80" in w for w in notes)
+    assert any("was trained on 48 positions" in str(note) and "80" in str(note) for note in notes)
 
 
 def test_gpt2_classifies_batches_of_texts(oelm_cli, language_model, tmp_path):
@@ -180,7 +180,7 @@ def test_a_taggers_head_is_kept_for_its_own_tags_only(family, oelm_cli, language
     values |= {"id2label": {"0": "SHORT", "1": "LONG"}, "label2id": {"SHORT": 0, "LONG": 1}}
     path.write_text(json.dumps(values))
     model, report, _ = built(run, "ptb-pos", "frozen")
-    assert "classifier.weight: new, for this task: the checkpoint's labels are others" in report.notes[0]
+    assert report.notes[0].code == "training.new_labels" and "classifier.weight" in str(report.notes[0])
     assert not torch.allclose(model.classifier.weight, weights["classifier.weight"], atol=1e-3)
     assert model.config.id2label == {0: "LONG", 1: "SHORT"}
 

@@ -15,6 +15,7 @@ import pytest
 from oelm.cli.main import main
 from oelm.data import open_store
 from oelm.errors import AuditError, RunError, UserError
+from oelm.system.messages import read_notice
 from oelm.training import loop
 from oelm.training.checkpoint import read_checkpoint
 from oelm.training.status import run_status
@@ -148,11 +149,12 @@ def test_nan_stops_with_step_items_and_the_last_good_checkpoint(
         train_here(config, out)
     assert "the last good checkpoint is step-00000006" in str(caught.value)
     assert _status(out)["status"] == "failed"
-    assert _status(out)["reason"] == str(caught.value)
+    recorded = [read_notice(_status(out)[key]) for key in ("reason", "advice")]
+    assert "; ".join(map(str, recorded)) == str(caught.value)
     assert _status(out)["failure"] == {"kind": "diverged"}
     assert "try a lower learning rate" in str(caught.value)
     assert kept(out)[-1] == "step-00000006"
-    items = json.loads(str(caught.value).split("items of that batch: ")[1].split(";")[0])
+    items = _status(out)["reason"]["values"]["items"]
     assert len(items) == 8
     assert set(items) <= set(open_store(machine.store)["train"].ids.tolist())
     monkeypatch.undo()
@@ -203,7 +205,7 @@ def test_a_run_at_chance_level_is_flagged(machine: Machine, unbroken: Unbroken, 
     config = machine.config(lr=1e-7, steps=10)
     assert machine.run(config, tmp_path / "run", store=store).code == 0
     assert _status(tmp_path / "run")["at_chance"]
-    assert any("chance level" in text for text in _status(tmp_path / "run")["warnings"])
+    assert "training.at_chance" in [w["code"] for w in _status(tmp_path / "run")["warnings"]]
     ended = machine.run(config, tmp_path / "stopped", "--stop-at-chance", store=store)
     assert ended.code == 1
     assert "stopped at chance level" in ended.message

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from oelm.system.messages import read_notice
 from oelm.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from tests.training.runs import Machine, Strike, is_finished, kept, outcome
 
@@ -145,7 +146,8 @@ def test_told_to_stop_it_saves_and_asks_to_be_requeued(
     assert "run the same command again to resume" in ended.message
     results = json.loads((out / "results.json").read_text())
     assert results["status"] == "interrupted"
-    assert ("Ctrl-C" if number == signal.SIGINT else number.name) in results["reason"]
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert results["reason"] == {"code": "stop.signal", "values": {"signal": name}}
     assert 0 < results["steps"] < 30
     assert kept(out)[-1] == f"step-{results['steps']:08d}"  # nothing that was computed is lost
     assert machine.run(config, out).code == 0
@@ -241,7 +243,7 @@ def test_a_time_limit(machine: Machine, unbroken: Unbroken, tmp_path: Path) -> N
     assert ended.code == 75, ended.text
     results = json.loads((tmp_path / "long/results.json").read_text())
     assert results["status"] == "interrupted"
-    assert "time limit" in results["reason"]
+    assert results["reason"]["code"] == "stop.time_limit"
     config, reference = unbroken()
     codes = [machine.run(config, tmp_path / "run", "--stop-after", f"{t}s").code for t in (0.5, 0.8)]
     assert set(codes) <= {0, 75}
@@ -286,7 +288,7 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(
     assert ended.code == 0, ended.text
     assert f"resuming after step {int(before.removeprefix('step-'))}\n" in ended.text
     warnings = json.loads((out / "results.json").read_text())["warnings"]
-    assert any(f"{newest} is broken" in text for text in warnings)
+    assert any(f"{newest} is broken" in str(read_notice(warning)) for warning in warnings)
     assert _unwarned(outcome(out)) == _unwarned(outcome(reference))
     assert kept(out) == kept(reference)
 
@@ -298,7 +300,8 @@ def test_no_whole_checkpoint_means_a_new_start(machine: Machine, unbroken: Unbro
     for name in kept(out):
         _flip(out / "checkpoints" / name / "model.safetensors")
     assert machine.run(config, out).code == 0
-    assert "starts anew" in str(json.loads((out / "results.json").read_text())["warnings"])
+    warnings = json.loads((out / "results.json").read_text())["warnings"]
+    assert "checkpoint.none_whole" in [warning["code"] for warning in warnings]
     assert _unwarned(outcome(out)) == _unwarned(outcome(reference))
 
 
@@ -316,7 +319,7 @@ def test_a_best_whose_weights_are_gone_is_looked_for_anew(tmp_path: Path) -> Non
     found = checkpoints.load_last()
     assert found is not None
     assert found.state["best"] == {"step": 2}
-    assert "step-00000001 is broken" in checkpoints.problems[0]
+    assert "step-00000001 is broken" in str(checkpoints.problems[0])
 
 
 @pytest.mark.parametrize(
@@ -361,7 +364,7 @@ def test_a_full_disk_while_it_resumes_names_the_last_checkpoint(
     running.send(signal.SIGCONT)
     ended = running.end()
     assert ended.code == 1 and "Traceback" not in ended.text, ended.text
-    assert f"the last good checkpoint is {last}; mend it and start again" in ended.message
+    assert f"the last good checkpoint is {last}; repair it and start again" in ended.message
     assert machine.run(config, out).code == 0
     assert outcome(out) == outcome(reference)
 
@@ -386,11 +389,10 @@ def test_lines_lost_from_the_log_are_named_and_the_run_resumes(
         log.write_bytes(b"".join(lines))
     assert machine.run(config, out).code == 0
     warnings = json.loads((out / "results.json").read_text())["warnings"]
-    said = [text for text in warnings if "metrics.jsonl was damaged" in text]
-    assert len(said) == 1 and f"resumed after step {resumed}:" in said[0]
-    assert f"from after step {0 if damage == 'gone' else 6} on" in said[0]
+    (said,) = [w["values"] for w in warnings if w["code"] == "training.metrics_lost"]
+    assert said["step"] == resumed and said["last"] == (0 if damage == "gone" else 6)
     if damage == "a line in the middle":
-        assert "1 of its lines" in said[0]
+        assert said["lost"] == 1
         steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
         assert steps.count(8) == 1 and 7 not in steps  # what comes after the damage is kept
     for name in ("last", "best"):
@@ -409,10 +411,8 @@ def test_a_run_that_resumes_with_other_threads_says_so(
     machine.run(config, out, strike=Strike(signal.SIGKILL, below=SAVE), threads=2)
     assert machine.run(config, out, threads=2).code == 0
     warnings = json.loads((out / "results.json").read_text())["warnings"]
-    said = (
-        f"resumed after step {resumed} with threads 2 (before: 1): the numbers may differ in their last bits"
-    )
-    assert [text.startswith(said) for text in warnings].count(True) == 1
+    (said,) = [read_notice(w) for w in warnings if w["code"] == "training.resumed_elsewhere"]
+    assert str(said).startswith(f"resumed after step {resumed} with threads 2 (before: 1): the numbers may")
     assert "resumed" not in str(json.loads((reference / "results.json").read_text())["warnings"])
 
 

@@ -9,6 +9,7 @@ import oelm
 from oelm.bench.load import made_stream, made_texts
 from oelm.config import RunConfig, make_config, resolve_config
 from oelm.study.design import StudyConfig
+from oelm.system.messages import notice
 from oelm.training.loop import train
 from oelm.training.resolve import objective_of, prepare_data, resolve_run
 from tests.data.made import labelled
@@ -52,7 +53,7 @@ def test_steps_are_those_of_the_data():
 def test_warnings_come_with_the_run():
     run = resolved({"precision": "fp16", "choose_on": "test"})
     assert run.precision == "fp32"
-    assert "fp16 needs a GPU" in run.warnings[0] and "chosen on the test split" in run.warnings[-1]
+    assert run.warnings == (notice("training.fp16_on_cpu"), notice("training.chosen_on_test"))
 
 
 def test_what_cannot_run_is_refused():

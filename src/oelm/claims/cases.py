@@ -27,15 +27,19 @@ from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-from oelm.study.result_types import LEVEL, Analysis, ArmResult, Group
+from oelm.study.result_types import LEVEL, Analysis, ArmResult, Group, explain_problems
 
 
 def architecture(group: Group) -> str:
-    """ "gpt" for the reference GPT; else the first part of the model's parameter names, such as "bert"."""
+    """ "gpt" for the reference GPT; else the model's family, such as "bert"."""
     if group.model in PRESETS:
         return "gpt"
-    roots = next((roots for record in group.records if (roots := record.parameter_roots)), None)
-    return roots.most_common(1)[0][0] if roots else model_name(group).partition("-")[0]
+    for record in group.records:
+        if family := record.results.get("architecture"):
+            return "gpt" if family == "oelm-gpt" else str(family)
+        if roots := record.parameter_roots:
+            return roots.most_common(1)[0][0]
+    return model_name(group).partition("-")[0]
 
 
 def task_kind(group: Group) -> str:
@@ -189,6 +193,10 @@ class ClaimCase:
             return None
         return estimate.low, estimate.high
 
+    def explain_problems(self) -> Sentence:
+        arms = {name: self.group.arms[name] for name in (self.reference_arm, self.method)}
+        return format_problems(explain_problems(self.problems, arms, len(self.scores)))
+
     def p(self, threshold: float) -> float | None:
         """Of "the mean is the threshold", two-sided; None if no conclusion may be drawn."""
         if self.problems or not self.values:
@@ -248,7 +256,7 @@ def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: A
         return fill(templates["absent"], {})
     beside = make_case(claim, case.group, analysis, control)
     if beside.problems or beside.estimate is None:
-        return fill(templates["void"], {"problems": format_problems(beside.problems)})
+        return fill(templates["void"], {"problems": beside.explain_problems()})
     p = beside.p(0.0)
     better = p is not None and p < LEVEL and beside.estimate.mean > 0
     key = "plain" if not supported else "better" if better else "other"

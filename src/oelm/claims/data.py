@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from oelm.study.result_types import PROBLEMS
+from oelm.system.messages import Notice, text_of
 
 SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
 
@@ -107,6 +107,6 @@ def format_p(p: float | None) -> str:
     return "= ?" if p is None else "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
-def format_problems(codes: Iterable[str]) -> Sentence:
-    """Codes of `oelm.study.result_types.PROBLEMS` as text."""
-    return join([(PROBLEMS[code], claim_data()["problems_zh"][code]) for code in codes], ("; ", "；"))
+def format_problems(problems: Iterable[Notice]) -> Sentence:
+    """Why no conclusion may be drawn."""
+    return join([(text_of(p, "en"), text_of(p, "zh")) for p in problems], ("; ", "；"))

@@ -25,6 +25,7 @@ from oelm.claims.data import (
 from oelm.study import statistics
 from oelm.study.matrix import Cell, Scores, best_lr
 from oelm.study.result_types import LEVEL, Group
+from oelm.system.messages import notice
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot reach 5 %
 
@@ -50,8 +51,14 @@ def lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
         return [], [sentence("rates_edge")]
     if step > claim.ratio[1]:
         return [], [sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
-    if any(r.results.get("at_chance") for a in (arm, reference) for r in a.trials if r.lr == a.lr):
-        return [], [sentence("problems", problems=format_problems(["at_chance"]))]
+    at_chance = {
+        a.method: [r.seed for r in a.trials if r.lr == a.lr and r.results.get("at_chance")]
+        for a in (arm, reference)
+    }
+    if any(at_chance.values()):
+        runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in at_chance.items() if seeds]
+        problem = notice("problem.at_chance", runs=runs)
+        return [], [sentence("problems", problems=format_problems([problem]))]
     sentences = [sentence("rates_step", step=step)]
     best, at_reference = arm.lr_scores.get(arm.lr), arm.lr_scores.get(reference.lr)
     if best is not None and at_reference is not None and arm.lr != reference.lr:

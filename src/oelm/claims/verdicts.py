@@ -35,7 +35,6 @@ from oelm.claims.data import (
     Sentence,
     claim_data,
     format_p,
-    format_problems,
     join,
     read_claims,
     sentence,
@@ -172,7 +171,7 @@ def _decide(claim: Claim, cases: Sequence[ClaimCase], analysis: Analysis) -> lis
 
 def _compare(case: ClaimCase, p_above: float | None, p_below: float | None) -> tuple[str, list[Sentence]]:
     if case.problems:
-        return NOT_DECIDED, [sentence("problems", problems=format_problems(case.problems))]
+        return NOT_DECIDED, [sentence("problems", problems=case.explain_problems())]
     estimate = case.estimate
     if estimate is None or p_above is None or p_below is None or case.interval is None:
         return NOT_DECIDED, [sentence("constant")]

@@ -78,5 +78,6 @@ def prepare(
         store = copy_store(store, out)
     for warning in store.warnings:
         say(f"warning: {warning}", err=True)
-    answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": store.warnings}
+    warnings = [warning.to_dict() for warning in store.warnings]
+    answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": warnings}
     say(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)

@@ -11,7 +11,7 @@ import typer
 
 from oelm.cli import bench, convert, data, experiments, run, study
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import is_out_of_memory
 from oelm.system.terminal import say
 from oelm.system.version import __version__
 

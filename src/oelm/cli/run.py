@@ -12,6 +12,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import AuditError, UserError
+from oelm.system.messages import read_notice
 from oelm.system.plugins import load_plugins
 from oelm.system.terminal import console, say
 
@@ -106,7 +107,7 @@ def summary(results: dict[str, Any]) -> str:
     for name, splits in results["references"].items():
         if metric in splits.get(split, {}):
             lines.append(f"  {name}: {splits[split][metric]:.4f}")
-    lines += [f"  note: {warning}" for warning in results["warnings"]]
+    lines += [f"  note: {read_notice(warning)}" for warning in results["warnings"]]
     return "\n".join(lines)
 
 
@@ -235,7 +236,7 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
         checked = Trained(run).audit()  # loading a model audits it, too
     except AuditError as error:
         if as_json:
-            say(json.dumps({"problems": error.problems}))
+            say(json.dumps({"problems": [problem.to_dict() for problem in error.problems]}))
         raise AuditError(f"{run}: {error}", error.problems) from None
     if as_json:
         say(json.dumps(checked.to_dict()))

@@ -8,6 +8,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import RunError, UserError
+from oelm.system.messages import notice
 from oelm.system.plugins import load_plugins
 from oelm.system.terminal import say
 
@@ -103,7 +104,8 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
     done = publish(source, to)
     if as_json:
-        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": done.left_out}
+        left_out = [problem.to_dict() for problem in done.left_out]
+        answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": left_out}
         typer.echo(json.dumps(answer, ensure_ascii=False))
         return
     for reason in done.left_out:
@@ -216,7 +218,7 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")
     if progress.failed and not any(setting.tests for setting in progress.settings):
-        raise RunError("nothing was measured: every run failed; the reasons are above")
+        raise RunError(notice("study.nothing_measured"))
 
 
 @app.command()

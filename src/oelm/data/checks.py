@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.store import Split, Store
+from oelm.system.messages import read_notice
 
 BAR = 30  # characters of the longest bar in a histogram
 
@@ -23,7 +24,7 @@ def describe(store: Store) -> dict[str, Any]:
         "splits": {name: _describe_split(store, split) for name, split in store.splits.items()},
         "duplicates": store.meta["duplicates"],
         "dropped": store.meta["dropped"],
-        "warnings": store.warnings,
+        "warnings": [warning.to_dict() for warning in store.warnings],
     }
 
 
@@ -69,7 +70,7 @@ def render(report: dict[str, Any]) -> str:
     twice = [f"{pair} {count:,}" for pair, count in report["duplicates"].items()]
     if twice:
         lines += ["", f"duplicates between splits: {', '.join(twice)}"]
-    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    lines += [f"warning: {read_notice(warning)}" for warning in report["warnings"]]
     return "\n".join([*lines, f"prepared in {report['folder']}"])
 
 

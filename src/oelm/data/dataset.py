@@ -11,6 +11,7 @@ from oelm.data.shuffle import text_key
 from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
+from oelm.system.messages import Notice, notice
 
 SPLITS = ("train", "validation", "test")
 DROPPED = -1
@@ -59,7 +60,7 @@ class Dataset:
         default_factory=dict
     )  # a corpus: split -> share of the training documents
     dropped: dict[str, int] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
 
     def fingerprint(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
     part.groups = np.array(groups, dtype=np.uint64)
     part.labels = np.zeros(len(keys), dtype=np.int64)
     part.split = np.full(len(keys), SPLITS.index(part.role), dtype=np.int8)
-    dataset.drop(part, np.array(empty, dtype=bool), "empty texts")
+    dataset.drop(part, np.array(empty, dtype=bool), "empty")
     if halves:  # such rows were kept once: a store made then is another
         dataset.identity["whole_pairs"] = True
 
@@ -170,7 +171,7 @@ def hold_out(dataset: Dataset, split: str, share: float, seed: int, group: str |
         held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys[rows])
         mixed = np.zeros(len(free), dtype=bool)
         mixed[rows[both]] = True
-        dataset.dropped["phrases of both held-out and training sentences"] = int(mixed.sum())
+        dataset.dropped["mixed_phrases"] = int(mixed.sum())
         move(parts, mixed, DROPPED)
         mask[rows[held]] = True
     elif group == "text":
@@ -196,7 +197,7 @@ def cut_train(dataset: Dataset, size: int, seed: int) -> None:
     mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)
     move(parts, mask, DROPPED)
     if mask.any():
-        dataset.dropped["training rows beyond train_size"] = int(mask.sum())
+        dataset.dropped["beyond_train_size"] = int(mask.sum())
 
 
 def finish(dataset: Dataset) -> None:
@@ -213,10 +214,11 @@ def finish(dataset: Dataset) -> None:
         twice = int(np.isin(keys[rows], keys[codes == SPLITS.index(one)]).sum())
         dataset.duplicates[f"{one}/{other}"] = twice
         if twice:
-            dataset.warnings.append(f"{twice} of {int(rows.sum())} items of {other} stand in {one} too")
+            values = {"count": twice, "total": int(rows.sum())}
+            dataset.warnings.append(notice("data.duplicates", **values, split=other, other=one))
     for why, count in dataset.dropped.items():
-        if why != "training rows beyond train_size":
-            dataset.warnings.append(f"{count} rows dropped: {why}")
+        if why != "beyond_train_size":
+            dataset.warnings.append(notice("data.dropped", count=count, why=why))
     for part in dataset.parts:
         part.values.clear()
     _number_groups(dataset.parts)

@@ -14,7 +14,7 @@ from typing import Any
 
 from oelm.config import SUFFIXES
 from oelm.errors import UserError
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
 CHUNK_ROWS = 256
@@ -82,7 +82,7 @@ class ParquetSource(FileSource):
             except (pyarrow.ArrowException, OSError) as error:
                 if is_out_of_memory(error):
                     raise
-                raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
+                raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
 
 
 class CsvSource(FileSource):
@@ -175,7 +175,7 @@ class JsonlSource(FileSource):
         except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits, too
             if number == 1 and line.lstrip().startswith(b"["):
                 raise UserError(f"{self.name} is one JSON array; write one object per line instead") from None
-            raise UserError(f"{place} is not JSON: {one_line(error)}") from None
+            raise UserError(f"{place} is not JSON: {first_line(error)}") from None
         if not isinstance(record, dict):
             raise UserError(f'{place}: an object such as {{"text": ...}} was expected, not {_kind(record)}')
         return record
@@ -232,11 +232,6 @@ def _bad_bytes(path: Path, error: UnicodeDecodeError) -> UserError:
                 error, place = found, f"{path}, line {number}"
                 break
     return UserError(f"{place}: byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8")
-
-
-def one_line(error: BaseException) -> str:
-    """The gist of another library's error, fit for one line of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _kind(value: object) -> str:

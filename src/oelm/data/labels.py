@@ -10,6 +10,7 @@ import numpy as np
 
 from oelm.data.files import Source
 from oelm.errors import UserError
+from oelm.system.messages import Notice, notice
 
 UNLABELLED = -1
 # A whole number as people write one. What only a computer takes for a number (01, 1_0, 1e5) is a code.
@@ -145,10 +146,10 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
     return sorted(names)
 
 
-def missing_warning(names: list[str]) -> str | None:
+def missing_warning(names: list[str]) -> Notice | None:
     """A warning where some labels may mean that there is none. They may be a class's name, so they stay."""
     found = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
     if not found:
         return None
-    counts = ", ".join(f"{name!r} ({count} row{'s' * (count != 1)})" for name, count in found.items())
-    return f"labels that may mean a missing one are classes here: {counts}; if they do, remove these rows"
+    labels = [notice("data.label_rows", label=repr(name), count=count) for name, count in found.items()]
+    return notice("data.maybe_missing", labels=labels)

@@ -15,22 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oelm.errors import UserError
-from oelm.system.files import is_out_of_memory, read_json
+from oelm.system.files import read_json
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import Notice, notice
 
 if TYPE_CHECKING:
     from oelm.data.store import Split, Store
 
-FORMAT = 2
-WITHOUT_GROUPS = 1  # the format before: still read where a user names its folder
+FORMAT = 3
+WITH_TEXTS = 2  # its warnings are English sentences: still read, also from the cache
+WITHOUT_GROUPS = 1  # still read where a user names its folder
 MANIFEST = "store.json"
 AGAIN = "prepare the data again"
-NO_GROUPS = (
-    f"the data was prepared by an earlier version, which did not note which items belong together; {AGAIN}"
-)
-NO_CHECKSUMS = (
-    "the prepared dataset has no checksums, as an earlier version made it: a change of its files would not "
-    f"be noticed; {AGAIN}"
-)
 PER_ITEM = ("labels", "values", "ids", "second", "starts", "ends", "context")
 PER_TOKEN = ("tags", "words", "chars_from", "chars_to")
 REAL = ("values",)  # columns of real numbers
@@ -40,7 +36,17 @@ KINDS = {
     "fingerprint": str, "warnings": list, "splits": dict, "pairs": bool, "dropped": dict, "duplicates": dict,
 }  # fmt: skip
 
+TYPES = {str: "text", int: "count", list: "list", dict: "object", bool: "boolean"}  # words of messages.toml
+
 _verified: set[tuple[Any, ...]] = set()  # what this process has checked, with the sizes and times it then had
+
+
+class Damaged(UserError):
+    """A prepared dataset that cannot be used and can be made again."""
+
+    def __init__(self, problem: Notice) -> None:
+        super().__init__(f"{problem}; {AGAIN}")
+        self.notice = problem
 
 
 def seal(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -57,28 +63,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}")
     meta = read_json(path)
     if not isinstance(meta, dict):
-        raise UserError(f"{path} is damaged; {AGAIN}")
-    if meta.get("format") not in (FORMAT, WITHOUT_GROUPS):
-        raise UserError(f"{folder} has format {meta.get('format')!r}, this version reads {FORMAT}; {AGAIN}")
+        raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))
+    if meta.get("format") not in (FORMAT, WITH_TEXTS, WITHOUT_GROUPS):
+        found = repr(meta.get("format"))
+        raise Damaged(notice("file.other_format", path=folder, found=found, known=FORMAT))
     if "digest" in meta and meta["digest"] != _digest(meta):
-        raise UserError(f"{path} was changed or damaged since the data was prepared; {AGAIN}")
+        raise Damaged(notice("file.changed", path=path))
     if problem := _problem(meta):
-        raise UserError(f"{path} is damaged: {problem}; {AGAIN}")
+        raise Damaged(notice("file.damaged", path=path, problem=problem))
     if "checksums" in meta:
         _verify(folder, meta["checksums"])
-    if meta["format"] == WITHOUT_GROUPS:
-        meta["warnings"] = [*meta["warnings"], NO_GROUPS]
     return meta
 
 
-def _problem(meta: dict[str, Any]) -> str | None:
+def _problem(meta: dict[str, Any]) -> Notice | None:
     """The first thing in a manifest that nothing could be done with."""
     for key, kind in KINDS.items():
         if not isinstance(meta.get(key), kind):
-            return f"{key} is missing or not of its kind"
-    for key in ("label_names", "warnings"):
-        if not all(isinstance(value, str) for value in meta[key]):
-            return f"{key} holds something that is not text"
+            return notice("value.wrong_type", key=key, type=TYPES[kind])
+    if not all(isinstance(name, str) for name in meta["label_names"]):
+        return notice("value.wrong_type", key="label_names", type="text")
     tokenizer = meta["tokenizer"]
     counts = [("max_length", meta["max_length"]), ("tokenizer.vocab_size", tokenizer.get("vocab_size"))]
     counts.append(("tokenizer.pad_id", tokenizer.get("pad_id")))
@@ -86,24 +90,24 @@ def _problem(meta: dict[str, Any]) -> str | None:
         counts.append(("max_target_length", meta["max_target_length"]))
     for name, split in meta["splits"].items():
         if not isinstance(split, dict) or not isinstance(split.get("columns"), list):
-            return f"the split {name} names no columns"
+            return notice("value.no_columns", split=name)
         written = [key for key in split if key.startswith("target_")]
         counts += [(f"{name}.{key}", split.get(key)) for key in (*SPLIT_COUNTS, *written)]
         classes = split.get("class_counts", None if "labels" in split["columns"] else meta["label_names"])
         if not isinstance(classes, list) or len(classes) != len(meta["label_names"]):
-            return f"the split {name} does not count its classes"
+            return notice("value.no_class_counts", split=name)
         counts += [(f"{name}.class_counts", count) for count in split.get("class_counts", [])]
     for name in ("dropped", "duplicates"):
         counts += [(f"{name}.{key}", count) for key, count in meta[name].items()]
     if not isinstance(tokenizer.get("name"), str):
-        return "tokenizer.name is missing or not text"
+        return notice("value.wrong_type", key="tokenizer.name", type="text")
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 62:
-            return f"{name} is not a count"
+            return notice("value.wrong_type", key=name, type="count")
     if tokenizer["pad_id"] >= max(1, tokenizer["vocab_size"]):
-        return "tokenizer.pad_id is not in the vocabulary"
+        return notice("value.outside_vocabulary", key="tokenizer.pad_id")
     if not isinstance(meta.get("checksums", {}), dict):
-        return "checksums is not of its kind"
+        return notice("value.wrong_type", key="checksums", type="object")
     return None
 
 
@@ -117,9 +121,9 @@ def _verify(folder: Path, checksums: dict[str, str]) -> None:
         try:
             found = _sha256(folder / name)
         except OSError as error:
-            raise UserError(f"{folder / name} cannot be read: {error.strerror}; {AGAIN}") from None
+            raise Damaged(notice("file.unreadable", path=folder / name, error=error.strerror)) from None
         if found != recorded:
-            raise UserError(f"{folder / name} was changed or damaged since the data was prepared; {AGAIN}")
+            raise Damaged(notice("file.changed", path=folder / name))
     _verified.add(key)
 
 
@@ -127,9 +131,9 @@ def _state(path: Path) -> tuple[int, ...]:
     try:
         found = os.stat(path)
     except (OSError, ValueError):
-        raise UserError(f"{path} is missing; {AGAIN}") from None
+        raise Damaged(notice("file.missing", path=path)) from None
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is not a regular file; {AGAIN}")
+        raise Damaged(notice("file.irregular", path=path))
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
@@ -153,10 +157,9 @@ def read_column(path: Path) -> np.ndarray:
             raise MemoryError(f"there is not enough memory to open {path}") from None
         if isinstance(error, UserError):
             raise
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is missing or damaged ({why}); {AGAIN}") from None
+        raise Damaged(notice("file.damaged", path=path, problem=first_line(error))) from None
     if column.ndim != 1 or column.dtype.kind not in ("f" if path.name.split(".")[-2] in REAL else "iu"):
-        raise UserError(f"{path} is damaged: it holds no row of whole numbers; {AGAIN}")
+        raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_numbers")))
     return column
 
 
@@ -165,10 +168,10 @@ def check_values(store: "Store") -> None:
     for split in store.splits.values():
         if problem := _contradiction(store, split):
             column, what = problem
-            raise UserError(f"{split.path(column)} is damaged: {what}; {AGAIN}")
+            raise Damaged(notice("file.damaged", path=split.path(column), problem=what))
 
 
-def _contradiction(store: "Store", split: "Split") -> tuple[str, str] | None:
+def _contradiction(store: "Store", split: "Split") -> tuple[str, Notice] | None:
     items, tokens = split.meta["items"], split.meta["tokens"]
     lengths = dict.fromkeys(PER_ITEM, items) | dict.fromkeys(PER_TOKEN, tokens)
     lengths |= {"tokens": tokens, "offsets": items + 1, "target_offsets": items + 1}
@@ -176,17 +179,17 @@ def _contradiction(store: "Store", split: "Split") -> tuple[str, str] | None:
     bounds |= {"labels": (0, len(store.label_names)), "tags": (-100, len(store.label_names))}
     for name in split.meta["columns"]:
         if not isinstance(name, str) or not name.isidentifier():
-            return "tokens", f"{MANIFEST} names the column {str(name)[:40]!r}"
+            return "tokens", notice("value.bad_column", file=MANIFEST, column=repr(str(name)[:40]))
         column = split.column(name)
         if name in lengths and len(column) != lengths[name]:
-            return name, f"it holds {len(column):,} values where {lengths[name]:,} were written"
+            return name, notice("value.wrong_length", found=len(column), written=lengths[name])
         if name in bounds and len(column):
             low, high = bounds[name]
             if not (low <= column.min() and column.max() < high):
-                return name, f"a value is not between {low} and {high - 1}"
+                return name, notice("value.out_of_range", low=low, high=high - 1)
     for offsets, of in (("offsets", "tokens"), ("target_offsets", "target_tokens")):
         if offsets in split.meta["columns"]:
             places, last = split.column(offsets).astype(np.int64), len(split.column(of))
             if not (len(places) and places[0] == 0 and places[-1] == last and (np.diff(places) >= 0).all()):
-                return offsets, "its places are not in order"
+                return offsets, notice("value.unordered")
     return None

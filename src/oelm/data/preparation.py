@@ -16,6 +16,7 @@ from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
 from oelm.data.writer import cache_dir, cached_store
 from oelm.system.files import folder_name
+from oelm.system.messages import notice
 
 VERSION = 1  # of what the encoders write: part of every fingerprint
 
@@ -104,12 +105,11 @@ def _manifest(
     for split, meta in splits.items():
         if meta["truncated"]:
             share = meta["truncated"] / meta["items"]
-            warnings.append(f"{share:.1%} of the {split} items are cut at {lengths['max_length']} tokens")
+            warnings.append(notice("data.truncated", share=share, split=split, length=lengths["max_length"]))
         if meta.get("target_truncated"):
             share = meta["target_truncated"] / meta["items"]
-            warnings.append(
-                f"{share:.1%} of the {split} targets are cut at {lengths['max_target_length']} tokens"
-            )
+            values = {"split": split, "length": lengths["max_target_length"]}
+            warnings.append(notice("data.targets_truncated", share=share, **values))
     return {
         "task": dataset.name,
         "kind": dataset.kind,
@@ -126,5 +126,5 @@ def _manifest(
         "splits": splits,
         "dropped": dataset.dropped,
         "duplicates": dataset.duplicates,
-        "warnings": warnings,
+        "warnings": [warning.to_dict() for warning in warnings],
     }

@@ -9,9 +9,10 @@ from typing import Any
 from oelm.data import dataset as data
 from oelm.data.catalogue import HELD_OUT, Task, get_task
 from oelm.data.dataset import HOLD_OUT_SEED, Dataset, Part
-from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, one_line, open_file
+from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, open_file
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
+from oelm.system.library_errors import first_line
 
 
 class HubSource(Source):
@@ -39,7 +40,7 @@ def _hub_source(task: Task, split: str) -> Source:
         table = datasets.load_dataset(task.hub.path, task.hub.config, revision=task.hub.revision, split=split)
     except Exception as error:  # whatever the network or the hub may answer
         raise UserError(
-            f"{task.name} cannot be loaded from the hub ({one_line(error)}); without a network, "
+            f"{task.name} cannot be loaded from the hub ({first_line(error)}); without a network, "
             "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         ) from None
     return HubSource(f"{task.hub.path}, split {split}", table)

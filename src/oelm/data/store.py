@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.manifest import AGAIN, NO_CHECKSUMS, check_values, read_column, read_manifest
+from oelm.data.manifest import AGAIN, WITHOUT_GROUPS, check_values, read_column, read_manifest
 from oelm.errors import UserError
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import notice, read_notice
 
 IGNORE = -100  # a label that torch's cross-entropy leaves out
 Array = np.ndarray
@@ -127,7 +128,11 @@ class Store:
         written = {split.path(name).name for split in self.splits.values() for name in split.meta["columns"]}
         # Its files are known to be as they were written.
         self.sealed = "digest" in meta and written <= meta.get("checksums", {}).keys()
-        self.warnings: list[str] = [*meta["warnings"], *([] if self.sealed else [NO_CHECKSUMS])]
+        self.warnings = [read_notice(warning) for warning in meta["warnings"]]
+        if meta.get("format") == WITHOUT_GROUPS:
+            self.warnings.append(notice("data.no_groups"))
+        if not self.sealed:
+            self.warnings.append(notice("data.no_checksums"))
 
     def __getitem__(self, split: str) -> Split:
         if split not in self.splits:
@@ -155,8 +160,8 @@ class Store:
         except Exception as error:  # a broken file fails in many ways inside the libraries
             if is_out_of_memory(error):
                 raise
-            why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise UserError(f"the tokenizer in {folder} cannot be loaded: {why}; {AGAIN}") from None
+            why = f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"
+            raise UserError(f"{why}; {AGAIN}") from None
 
 
 def open_store(folder: str | Path) -> Store:

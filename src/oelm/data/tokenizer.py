@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.files import one_line
 from oelm.errors import UserError
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
 JOINER = " [SEP]"  # between the texts of a pair where the tokenizer has no template for pairs
@@ -82,7 +81,7 @@ def _from_folder(folder: Path) -> Any:
     except Exception as error:  # a broken file fails in many ways inside the libraries
         if is_out_of_memory(error):
             raise
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)}") from None
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
     raise UserError(
         f"{folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     )
@@ -97,7 +96,7 @@ def _from_hub(name: str) -> Any:
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({one_line(error)}); "
+            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({first_line(error)}); "
             "without a network, set OELM_TOKENIZER_DIR, or use train:8192"
         ) from None
 

@@ -9,10 +9,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from oelm.data.manifest import FORMAT, MANIFEST, seal
+from oelm.data.manifest import FORMAT, MANIFEST, WITH_TEXTS, seal
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError
 from oelm.system.files import delete, folder_beside, lock_file, sync_folder, write_json
+from oelm.system.messages import Notice, notice
 
 
 class ArrayWriter:
@@ -128,7 +129,10 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     and one without checksums replaced.
     """
     # The format is part of the name: a version of the package finds only stores that it can read in full.
-    final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
+    base = root / "stores" / f"{name}-{fingerprint[:16]}"
+    final, older = (base.with_name(f"{base.name}-{number}") for number in (FORMAT, WITH_TEXTS))
+    if not final.exists() and (kept := _look_up(older)[0]) is not None and kept.sealed:
+        return kept
     found, problem = _look_up(final)  # no lock: a read-only cache can be used
     if found is not None and found.sealed:
         return found
@@ -146,20 +150,18 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
         ) from None
     store = open_store(final)
     if problem:
-        store.warnings.append(
-            f"{problem.rpartition(';')[0]}; it was set aside in the cache and prepared again"
-        )
+        store.warnings.append(notice("data.prepared_again", problem=problem))
     return store
 
 
-def _look_up(final: Path) -> tuple[Store | None, str | None]:
+def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
     """The store there, if it can be used, and what is wrong with it, if it cannot."""
     if not (final / MANIFEST).exists():
         return None, None
     try:
         return open_store(final), None
     except UserError as error:
-        return None, str(error)
+        return None, error.notice
 
 
 def _make_beside(

@@ -19,6 +19,7 @@ from oelm.models.families import family_row
 from oelm.models.fit import positions_of
 from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.system.messages import Notice, notice
 
 
 def default_model(device: torch.device) -> str:
@@ -30,7 +31,7 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     kind, name, seed = task_kind(store.kind), config.model.name, config.training.seed
     assert name is not None, "the config of a model to build is resolved"
     model: PreTrainedModel
-    note = ""
+    note = None
     if name in PRESETS:
         model = check_gpt(name, kind)(_gpt_config(config, store, name))
     else:
@@ -74,7 +75,9 @@ def _gpt_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
     return gpt_config(name, **fields)
 
 
-def _load(config: RunConfig, store: Store, kind: TaskKind, name: str) -> tuple[PreTrainedModel, str]:
+def _load(
+    config: RunConfig, store: Store, kind: TaskKind, name: str
+) -> tuple[PreTrainedModel, Notice | None]:
     """A pretrained model from a folder or the hub, with a head for this task; and a note on what is new."""
     fields = kind.config_fields(store)
     for key in ("positions", "pooling"):
@@ -90,11 +93,11 @@ def _load(config: RunConfig, store: Store, kind: TaskKind, name: str) -> tuple[P
     for module in model.modules():
         if config.model.dropout is not None and isinstance(module, torch.nn.Dropout):
             module.p = config.model.dropout  # some heads have a rate that no config names: Llama's for tags
-    note = f"{', '.join(sorted(new))}: new, for this task" if new else ""
+    note = notice("training.new_weights", names=sorted(new)) if new else None
     others = store.label_names and known.id2label != dict(enumerate(store.label_names))
     # Where there are as many, each label would inherit the weights of another.
     if others and (anew := renew_scores(model, new)):
-        note = f"{', '.join(sorted(new | anew))}: new, for this task: the checkpoint's labels are others"
+        note = notice("training.new_labels", names=sorted(new | anew))
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         from oelm.convert import release
 

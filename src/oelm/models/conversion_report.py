@@ -23,6 +23,8 @@ from oelm.method import HEAD_ROLES
 from oelm.models.families import Site, find_sites
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.orthogonal import principal_angles, to_blocks
+from oelm.system.library_errors import first_line
+from oelm.system.messages import Notice
 
 Sample = Mapping[str, Any] | Tensor
 Scales = dict[tuple[str, int], float | None]  # (attention, head of the queries) -> standard deviation
@@ -78,7 +80,7 @@ class ConversionReport:
     heads: tuple[HeadMove, ...] = field(default=(), repr=False)
     scores: tuple[ScoreScale, ...] = field(default=(), repr=False)
     scores_from: str = "weights"  # or "sample"
-    notes: tuple[str, ...] = field(default=(), repr=False)
+    notes: tuple[Notice, ...] = field(default=(), repr=False)
 
     @property
     def trainable(self) -> int:
@@ -237,7 +239,7 @@ def _measured(model: PreTrainedModel, pairs: list[tuple[Site, Site]], sample: Sa
     except (TypeError, IndexError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"the sample does not fit this {type(model).__name__}: {reason}") from error
     finally:
         for module, was in training.items():

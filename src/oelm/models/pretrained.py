@@ -20,7 +20,7 @@ from transformers.utils import logging
 from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
 from oelm.models.weights import check_weights, quantised
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
 from oelm.system.private_transformers import initialize_again
 
 HUB_ARGUMENTS = (
@@ -59,9 +59,9 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     except Exception as error:  # a broken file, the hub and the network fail in many ways
         if is_out_of_memory(error):
             raise
-        if "trust_remote_code" in str(error):
+        if wants_remote_code(error):
             raise _own_code(name) from None
-        raise UserError(f"{name} is not a model that can be loaded: {_one_line(error)}") from None
+        raise UserError(f"{name} is not a model that can be loaded: {first_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)
     if getattr(config, "quantization_config", None):
@@ -106,7 +106,7 @@ def load_checkpoint(
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
-            raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from None
+            raise UserError(f"{name} cannot be loaded: {first_line(error)}") from None
     shapes = {key: (tuple(saved), tuple(wanted)) for key, saved, wanted in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(shapes)
     heads = _heads(model, missing, shapes if "num_labels" in kwargs else ()) if new_head else set()
@@ -182,11 +182,6 @@ def _mismatch(name: str, what: str) -> UserError:
 
 def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-
-
-def _one_line(error: BaseException) -> str:
-    """An error's first line: what libraries add below it does not fit our users."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager

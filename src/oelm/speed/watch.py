@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from oelm.data import Epoch
 from oelm.data.assemble import Layout
 from oelm.errors import RunError
+from oelm.system.messages import notice
 from oelm.training.step import Watch
 
 if TYPE_CHECKING:
@@ -77,11 +78,9 @@ def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: s
         if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):
             usual = max(_deviation(right.plain[name], right.exact[name]), allowed)
             if _deviation(fast[name], right.exact[name]) > TIMES_WORSE * usual:
-                raise RunError(
-                    f"step {step}: {name} is {fast[name]:.6g} by the fast path, {right.plain[name]:.6g} by "
-                    f"the plain path and {right.exact[name]:.6g} in float32: the fast path errs on this "
-                    "machine; set training.fast=false, and please report this"
-                )
+                seen = {"fast": fast[name], "plain": right.plain[name], "exact": right.exact[name]}
+                reason = notice("run.fast_path_wrong", step=step, what=name, **seen)
+                raise RunError(reason, advice=notice("advice.plain_path"))
         if math.isfinite(deviation):
             watch.largest[name] = max(watch.largest.get(name, 0.0), deviation)
     watch.checks, watch.again = watch.checks + 1, False

@@ -21,12 +21,13 @@ from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnem
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
 from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
+from oelm.system.messages import Notice, notice
 from oelm.training.predictions import item_scores
 
 
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below it."""
-    damaged: list[str] = []
+    damaged: list[Notice] = []
     study: Study | None = None
     left_out, changes = 0, []
     if (folder / "study.toml").is_file():
@@ -161,10 +162,9 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
 
 def _failure(record: Record) -> Failure:
     """Why a run has no score; one that was completed with a metric that is not finite diverged."""
+    status, reason = str(record.results["status"]), record.reason
     if record.completed:
-        status, reason = "failed", f"its {record.metric} is not finite"
-    else:
-        status, reason = str(record.results["status"]), str(record.results.get("reason", ""))
+        status, reason = "failed", notice("run.metric_not_finite", metric=record.metric)
     kind = "diverged" if record.completed else record.failure_kind
     return Failure(record.method, record.lr, record.seed, status, reason, kind)
 

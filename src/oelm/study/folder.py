@@ -25,6 +25,7 @@ from oelm.system.files import (
     write_json,
     write_text,
 )
+from oelm.system.messages import Notice
 from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
 from oelm.training.predictions import is_published, write_predictions
@@ -210,7 +211,7 @@ class StudyFolder:
         `changes`."""
         write_json(self.path / "study.json", self._read() | values)
 
-    def records(self, damaged: list[str] | None = None) -> tuple[list[Record], int]:
+    def records(self, damaged: list[Notice] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many records in its folder are of other data or numerics versions."""
         values = self._read()
         keys = {*values.get("made", []), *values.get("imported", [])}
@@ -223,7 +224,7 @@ class StudyFolder:
         """Copy records of another machine; returns how many, and reason -> how many were refused."""
         check_folder(source)
         imported, refused, keys = 0, Counter[str](), set()
-        damaged: list[str] = []
+        damaged: list[Notice] = []
         for record in find_records(source, damaged, follow=False):
             setting = next((s for s in settings if s.fits(record)), None)
             if not record.evaluated:
@@ -236,7 +237,7 @@ class StudyFolder:
                 try:
                     copied = self._copy(record, run_folder(setting.task, record.cell, record.identity.key))
                 except UserError as error:
-                    damaged.append(str(error))
+                    damaged.append(error.notice)
                     continue
                 imported += copied
                 refused["there already"] += not copied

@@ -20,6 +20,7 @@ from oelm.errors import UserError
 from oelm.study.folder import StudyFolder, check_folder
 from oelm.study.records import Record, find_records, read_record
 from oelm.system.files import read_json, sync_folder, write_json, write_text
+from oelm.system.messages import Notice
 from oelm.training.predictions import publish_predictions
 
 CURVE = 50  # training lines kept of each run, evenly spread, the last one among them
@@ -33,7 +34,7 @@ class Published:
     folder: Path
     runs: int
     bytes: int
-    left_out: list[str]  # the problems of records that cannot be read
+    left_out: list[Notice]  # the problems of records that cannot be read
 
 
 def publish(source: Path, folder: Path) -> Published:
@@ -43,7 +44,7 @@ def publish(source: Path, folder: Path) -> Published:
         raise UserError(f"{folder} lies in {source}, whose report would count its runs twice; name another")
     if folder.exists():
         raise UserError(f"{folder} exists already; name a new folder")
-    damaged: list[str] = []
+    damaged: list[Notice] = []
     study = StudyFolder(source) if (source / "study.toml").is_file() else None
     records = study.records(damaged)[0] if study else list(find_records(source, damaged))
     if not records:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from oelm.system.messages import Notice, notice
+
 LARGEST = 1e18  # of any number in a record
 STATUSES = ("completed", "interrupted", "failed")
 NUMBERS = (
@@ -12,70 +14,76 @@ NUMBERS = (
 COMPLETE = ("best", "test", "parameters", "total_time_s")
 
 
-def results_problem(results: Any, tested: bool) -> str | None:
-    """What is wrong with the contents of results.json, in words; `tested`: whether the run was to be."""
+def results_problem(results: Any, tested: bool) -> Notice | None:
+    """What is wrong with the contents of results.json; `tested`: whether the run was to be."""
     if not isinstance(results, dict):
-        return "it is not an object"
+        return notice("value.not_object")
     for name in ("status", "task", "metric", "model"):
         if not isinstance(results.get(name), str):
-            return f"{name} is missing or not text"
+            return notice("value.wrong_type", key=name, type="text")
     if results["status"] not in STATUSES:
-        return f"status is {results['status'][:40]!r}"
+        return notice("value.unknown", key="status", value=results["status"][:40])
     completed = results["status"] == "completed"
     for name in COMPLETE if completed else ():
         if name not in results:
-            return f"{name} is missing"
+            return notice("value.missing", key=name)
     for name in ("best", "test"):
         needed = completed and (name == "best" or (name == "test" and tested))
-        if problem := _measured_problem(results.get(name), results["metric"], needed):
-            return f"{name} {problem}"
-    if not isinstance(results.get("precision") or "", str):
-        return "precision is not text"
+        if problem := _measured_problem(name, results.get(name), results["metric"], needed):
+            return problem
+    for name in ("precision", "architecture"):
+        if not isinstance(results.get(name) or "", str):
+            return notice("value.wrong_type", key=name, type="text")
     for name in NUMBERS:
         if name in results and not is_number(results[name]):
-            return f"{name} is not a number"
+            return notice("value.wrong_type", key=name, type="number")
     if not is_number(results.get("schema", 1)):
-        return "schema is not a number"
+        return notice("value.wrong_type", key="schema", type="number")
     if problem := _arithmetic_problem(results.get("arithmetic", {})):
-        return f"arithmetic {problem}"
-    for name, kind in (("references", dict), ("warnings", list), ("parameters", dict)):
-        if not isinstance(results.get(name) or kind(), kind):
-            return f"{name} is not of its kind"
+        return problem
+    if not isinstance(results.get("warnings") or [], list):
+        return notice("value.wrong_type", key="warnings", type="list")
+    for name in ("references", "parameters"):
+        if not isinstance(results.get(name) or {}, dict):
+            return notice("value.wrong_type", key=name, type="object")
     counts = results.get("parameters") or {}
     if counts or completed:
-        if not all(is_number(counts.get(name)) for name in ("total", "trainable", "frozen")):
-            return "parameters does not count them"
+        for name in ("total", "trainable", "frozen"):
+            if not is_number(counts.get(name)):
+                return notice("value.wrong_type", key=f"parameters.{name}", type="number")
         if counts["total"] <= 0 or counts["trainable"] < 0:
-            return "parameters counts less than none"
+            return notice("value.too_small", key="parameters")
     for name, splits in (results.get("references") or {}).items():
         if not isinstance(splits, dict) or not all(map(_are_metrics, splits.values())):
-            return f"references.{name} is not measured"
+            return notice("value.no_metrics", key=f"references.{name}")
     return None
 
 
-def _arithmetic_problem(found: Any) -> str | None:
+def _arithmetic_problem(found: Any) -> Notice | None:
     if not isinstance(found, dict):
-        return "is not an object"
+        return notice("value.wrong_type", key="arithmetic", type="object")
     for name in ("path", "device", "precision"):
         if not isinstance(found.get(name, ""), str):
-            return f"does not name its {name}"
+            return notice("value.wrong_type", key=f"arithmetic.{name}", type="text")
     for name in ("numerics", "plain_from"):
         if found.get(name) is not None and not is_number(found[name]):
-            return f"has a {name} that is not a number"
+            return notice("value.wrong_type", key=f"arithmetic.{name}", type="number")
     return None
 
 
-def environment_problem(environment: Any) -> str | None:
-    """What is wrong with the contents of environment.json, in words."""
+def environment_problem(environment: Any) -> Notice | None:
+    """What is wrong with the contents of environment.json."""
     if not isinstance(environment, dict):
-        return "it is not an object"
+        return notice("value.not_object")
     if not isinstance(environment.get("packages", {}), dict):
-        return "packages is not of its kind"
+        return notice("value.wrong_type", key="packages", type="object")
     for name in ("data", "commit", "oelm", "python", "platform", "gpu", "cpu", "device"):
         if not isinstance(environment.get(name) or "", str):
-            return f"{name} is not text"
+            return notice("value.wrong_type", key=name, type="text")
     numerics = environment.get("numerics")
-    return None if numerics is None or is_number(numerics) else "numerics is not a number"
+    if numerics is None or is_number(numerics):
+        return None
+    return notice("value.wrong_type", key="numerics", type="number")
 
 
 def is_number(value: Any) -> bool:
@@ -95,13 +103,13 @@ def _are_metrics(metrics: Any) -> bool:
     )
 
 
-def _measured_problem(measured: Any, metric: str, needed: bool) -> str | None:
+def _measured_problem(name: str, measured: Any, metric: str, needed: bool) -> Notice | None:
     if measured is None:
-        return "is missing" if needed else None
+        return notice("value.missing", key=name) if needed else None
     if not isinstance(measured, dict) or not _are_metrics(measured.get("metrics")):
-        return "has no metrics"
+        return notice("value.no_metrics", key=name)
     if not is_measure(measured["metrics"].get(metric)):
-        return f"has no {metric}"
+        return notice("value.no_metric", key=name, metric=metric)
     if not isinstance(measured.get("split", ""), str) or not is_number(measured.get("step", 0)):
-        return "does not say of which step and split"
+        return notice("value.not_placed", key=name)
     return None

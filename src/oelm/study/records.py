@@ -22,6 +22,7 @@ from oelm.method import Method
 from oelm.study.matrix import Cell
 from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.system.files import read_file, read_json, read_object
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
 from oelm.training.predictions import read_predictions
 
@@ -153,6 +154,15 @@ class Record:
         return str(failure.get("kind")) if isinstance(failure, dict) else "unknown"
 
     @property
+    def warnings(self) -> list[Notice]:
+        return [read_notice(warning) for warning in self.results.get("warnings") or []]
+
+    @property
+    def reason(self) -> Notice | None:
+        """Why the run was interrupted or failed."""
+        return read_notice(found) if (found := self.results.get("reason")) else None
+
+    @property
     def evaluated(self) -> bool:
         """Whether the run is a result of its method: completed, diverged or at chance level."""
         return self.completed or self.failure_kind in OUTCOMES
@@ -212,7 +222,8 @@ class Record:
 
     @cached_property
     def parameter_roots(self) -> Counter[str]:
-        """First part of a parameter's name ("bert") -> number of tensors, by freeze_audit.json."""
+        """First part of a parameter's name ("bert") -> number of tensors, by freeze_audit.json: all that
+        records before version 4 say about the model's family."""
         with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
             audit = read_object(self.folder / "freeze_audit.json")
             if "tensors" in audit:  # a published record
@@ -248,9 +259,9 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
     if problem := results_problem(results, config.training.test):
-        raise UserError(f"{folder / 'results.json'} is not the record of a run: {problem}")
+        raise UserError(notice("file.not_a_record", path=folder / "results.json", problem=problem))
     if problem := environment_problem(environment):
-        raise UserError(f"{folder / 'environment.json'} is not the record of a run: {problem}")
+        raise UserError(notice("file.not_a_record", path=folder / "environment.json", problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
 
 
@@ -263,7 +274,7 @@ def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[s
     )
 
 
-def find_records(root: Path, damaged: list[str] | None = None, follow: bool = True) -> Iterator[Record]:
+def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool = True) -> Iterator[Record]:
     """The records of all runs below a folder that have ended, sorted by folder.
 
     A record that cannot be read is skipped and its problem added to `damaged`; without that list it raises.
@@ -279,7 +290,7 @@ def find_records(root: Path, damaged: list[str] | None = None, follow: bool = Tr
         except UserError as error:
             if damaged is None:
                 raise
-            damaged.append(str(error))
+            damaged.append(error.notice)
             continue
         if record is not None:
             yield record

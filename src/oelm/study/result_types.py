@@ -1,6 +1,7 @@
 """The result types of an analysis: arms, settings, paired comparisons, and what forbids a conclusion."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -11,6 +12,7 @@ from oelm.study.design import Study
 from oelm.study.items import ItemDifference, McNemarSeeds
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import Record
+from oelm.system.messages import Notice, notice
 
 FEWEST_SEEDS = 5  # for a claim (DESIGN, rule 4)
 LEVEL = 0.05
@@ -24,7 +26,7 @@ class Failure:
     lr: float
     seed: int
     status: str
-    reason: str
+    reason: Notice | None
     kind: str | None  # of failure, see `oelm.errors`; None if it was interrupted
 
     @property
@@ -200,18 +202,21 @@ class Comparison:
         return "family" if excludes_0 and paired.p < LEVEL else "test"
 
 
-PROBLEMS = {
-    "few_seeds": f"fewer than {FEWEST_SEEDS} pairs of seeds",
-    "other_rates": "the arms were measured at different learning rates that were not chosen on validation",
-    "unequal_trials": "the arms had different numbers of trials to choose their rate from",
-    "at_chance": "a run stayed at chance level",
-    "other_arithmetic": "runs of one seed were computed in different ways (numerics version, fast or plain "
-    "path, kind of device, precision)",
-    "unevaluated": "not every learning rate of the grid was evaluated",
-    "failed": "measured runs failed",
-    "unfinished": "measured runs are missing",
-    "chosen_on_test": "a run chose its best step on the test split",
-}
+PROBLEMS = (
+    "few_seeds", "other_rates", "unequal_trials", "at_chance", "other_arithmetic", "unevaluated", "failed",
+    "unfinished", "chosen_on_test",
+)  # fmt: skip
+
+
+def explain_problems(codes: Iterable[str], arms: Mapping[str, ArmResult], pairs: int) -> list[Notice]:
+    """Codes of PROBLEMS with their values; `arms` are those compared, by the names to call them."""
+    lost = {name: list(arm.at_chance) for name, arm in arms.items() if arm.at_chance}
+    values: dict[str, dict[str, Any]] = {
+        "few_seeds": {"n": pairs, "fewest": FEWEST_SEEDS},
+        "at_chance": {"runs": [notice("study.seeds", method=name, seeds=s) for name, s in lost.items()]},
+        "unevaluated": {"methods": list(dict.fromkeys(a.method for a in arms.values() if a.unevaluated))},
+    }
+    return [notice(f"problem.{code}", **values.get(code, {})) for code in codes]
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ class Analysis:
     left_out: int = 0  # records in the folder that do not belong to the study
     copies: int = 0  # of runs that are in the folder twice
     unused: int = 0  # measured runs that the study, as it is now, does not ask for
-    damaged: list[str] = field(default_factory=list)  # records that cannot be read
+    damaged: list[Notice] = field(default_factory=list)  # records that cannot be read
     changes: list[dict[str, Any]] = field(default_factory=list)  # made after runs had been tested
     mixtures: dict[str, list[str]] = field(default_factory=dict)  # package, ... -> the values
 

@@ -12,6 +12,8 @@ from oelm.study.folder import Setting, set_aside
 from oelm.study.launchers import Launcher, RunJob
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
+from oelm.system.library_errors import first_line
+from oelm.system.messages import Notice, notice
 from oelm.training.failure import failure_kind
 from oelm.training.stopping import Stop
 
@@ -20,15 +22,14 @@ STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told
 PAUSES = (1.0, 5.0, 30.0)
 DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # someone may be making room
 # What to do about a fault that does not pass: every kind of `oelm.errors.FAULTS` that a run can have.
-MEMORY = "free some memory, or make a new study with a larger training.accumulate (a batch in more parts)"
 ADVICE = {
-    "memory": MEMORY,
-    "gpu_memory": MEMORY,
-    "disk": "make room or repair the disk",
-    "process": "find out what ended it (if memory is short, the system does: then use fewer --jobs)",
-    "device": "check the GPU and its driver",
-    "software": "this may be a bug: the log has the details",
-    "input": "correct that",
+    "memory": notice("advice.study_memory"),
+    "gpu_memory": notice("advice.study_memory"),
+    "disk": notice("advice.study_disk"),
+    "process": notice("advice.study_process"),
+    "device": notice("advice.study_device"),
+    "software": notice("advice.study_software"),
+    "input": notice("advice.study_input"),
 }
 
 
@@ -82,7 +83,7 @@ class Scheduler:
                 if stop.reason is not None or self.broken is not None:
                     self._stop_runs()
                     show(self.progress)
-                    raise self.broken or Interrupted(stop.reason)
+                    raise self.broken or Interrupted(stop.reason or "")
                 self._start_runs()
                 show(self.progress)
                 self._wait_for_run(0.5)
@@ -136,7 +137,7 @@ class Scheduler:
             return False
         setting.scores[cell] = record.validation
         if not record.completed:
-            self.progress.failed[name] = str(record.results.get("reason", ""))
+            self.progress.failed[name] = str(record.reason or "")
             return True
         if record.test is not None:
             setting.tests[cell] = record.test
@@ -165,7 +166,7 @@ class Scheduler:
                 if not self.launcher.start(job):
                     return
             except OSError as error:
-                self._fault(run, failure_kind(error), f"no process could be started for it ({error})")
+                self._fault(run, failure_kind(error), notice("run.no_process", error=first_line(error)))
                 return
             self.progress.running.append(waiting.pop(0))
 
@@ -181,12 +182,14 @@ class Scheduler:
         elif ended.crowded:
             self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
         elif ended.kind in OUTCOMES:
-            self._fault(run, "disk", "its record could not be written")
+            self._fault(run, "disk", notice("run.no_record"))
         elif ended.kind is not None:
-            see_log = ended.log is not None and ended.kind in ("process", "software", "device")
-            self._fault(run, ended.kind, f"{ended.reason}; see {ended.log}" if see_log else ended.reason)
+            reason = ended.reason or notice("study.no_reason")
+            if ended.log is not None and ended.kind in ("process", "software", "device"):
+                reason = notice("run.see_log", reason=reason, log=ended.log)
+            self._fault(run, ended.kind, reason)
 
-    def _fault(self, run: DueRun, kind: str, reason: str) -> None:
+    def _fault(self, run: DueRun, kind: str, reason: Notice) -> None:
         """Nothing is known about the run: start it again after a pause, or stop the study."""
         if self.stopping:
             return
@@ -197,12 +200,8 @@ class Scheduler:
             self.not_before = max(self.not_before, time.monotonic() + pause)
             self.progress.news.append(f"{run.name}: {reason}; trying again in {pause:g} s")
             return
-        self.broken = self.broken or RunError(
-            f"{run.name} failed {attempts} times, which says nothing about its method: {reason}; "
-            f"the study stops here, and what was trained is saved",
-            kind,
-            f"{ADVICE[kind]}, and start again to go on",
-        )
+        stopped = notice("study.stopped", run=run.name, attempts=attempts, reason=reason)
+        self.broken = self.broken or RunError(stopped, kind, ADVICE[kind])
 
     def _stop_runs(self) -> None:
         """Have every running run save and stop."""
@@ -217,7 +216,7 @@ def _result_line(run: DueRun) -> str:
     record = read_record(run.folder)
     assert record is not None
     if not record.completed:
-        return f"{run.name} FAILED: {record.results['reason']}"
+        return f"{run.name} FAILED: {record.reason}"
     measured = record.results["test"] or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"

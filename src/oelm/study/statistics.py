@@ -280,7 +280,8 @@ def area_under_curve(steps: Any, values: Any) -> float:
 @dataclass(frozen=True)
 class Robustness:
     """The best learning rate of a grid, the range around it that is nearly as good, and what 3 times the
-    best one loses: `lost`, None if it is not known, and then `lost_unknown` says why."""
+    best one loses: `lost`, None if it is not known, and then `lost_unknown` says why: outside_grid or
+    run_failed."""
 
     best_rate: float
     best_score: float
@@ -334,8 +335,8 @@ def _lost(grid: Array, good: Array, best: int) -> tuple[float | None, str | None
         above = int(np.searchsorted(grid, larger))
         neighbours = np.array([above - 1, above])
     else:
-        return None, "outside the grid"
+        return None, "outside_grid"
     if not np.isfinite(good[neighbours]).all():
-        return None, "a run failed there"
+        return None, "run_failed"
     there = np.interp(math.log(larger), np.log(grid[neighbours]), good[neighbours])
     return float(good[best] - there), None

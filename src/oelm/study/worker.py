@@ -26,8 +26,9 @@ from oelm.config import rebuild_config
 from oelm.data import open_store
 from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError, UserError
 from oelm.system.files import write_json
+from oelm.system.messages import notice, read_notice
 from oelm.system.plugins import load_plugins
-from oelm.training.failure import failure_kind
+from oelm.training.failure import failure_kind, reason_of
 from oelm.training.loop import train
 
 LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to let go of a run's folder
@@ -44,25 +45,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         else:
             _train(job)
     except Interrupted as reason:
-        return {"status": "interrupted", "reason": str(reason)}
+        return {"status": "interrupted", "reason": reason.notice.to_dict()}
     except Exception as error:
-        return {"status": "failed", "kind": failure_kind(error), "reason": _reason(error)}
+        if not isinstance(error, RunError | UserError | AuditError):  # nobody foresaw it
+            with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+                traceback.print_exc()
+        return {"status": "failed", "kind": failure_kind(error), "reason": reason_of(error).to_dict()}
     finally:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return {"status": "completed"}
-
-
-def _reason(error: Exception) -> str:
-    """One line; of an error that nobody foresaw the worker's log has the whole story."""
-    if isinstance(error, RunError):
-        return error.reason
-    if isinstance(error, UserError | AuditError):
-        return str(error)
-    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-        traceback.print_exc()
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _train(job: dict[str, Any]) -> None:
@@ -106,13 +99,13 @@ def _launch(job: dict[str, Any]) -> None:
     if code == 0:
         return
     if told:
-        raise Interrupted("stopped by SIGTERM")
+        raise Interrupted(notice("stop.signal", signal="SIGTERM"))
     failed = [answer for answer in answers if answer["status"] == "failed"]
     # Processes that wait for one that failed end too, with whatever their library says of it.
     failed.sort(key=lambda answer: answer["kind"] in ("software", "process"))
     if failed:
-        raise RunError(failed[0]["reason"], failed[0]["kind"])
-    raise RunError(f"its processes ended with exit code {code}", "process")
+        raise RunError(read_notice(failed[0]["reason"]), failed[0]["kind"])
+    raise RunError(notice("run.exit_code", code=code), "process")
 
 
 def _read(jobs: "queue.Queue[dict[str, Any]]") -> None:

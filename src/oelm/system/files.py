@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from oelm.errors import UserError
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import notice
 
 
 @contextlib.contextmanager
@@ -54,23 +56,23 @@ def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
         if is_out_of_memory(error):
             raise MemoryError(f"{path} does not fit into memory") from None
         if error.errno == errno.ELOOP:
-            raise UserError(f"{path} is a link, which is not followed") from None
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise UserError(notice("file.link", path=path)) from None
+        raise UserError(notice("file.unreadable", path=path, error=error.strerror or str(error))) from None
 
 
 def check_regular(path: Path, found: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(found.st_mode):
-        what = "a link, which is not followed" if stat.S_ISLNK(found.st_mode) else "not a regular file"
-        raise UserError(f"{path} is {what}; only regular files are read")
+        code = "file.link" if stat.S_ISLNK(found.st_mode) else "file.irregular"
+        raise UserError(notice(code, path=path))
     if found.st_size > most:
-        raise UserError(f"{path} has {found.st_size:,} bytes, and such a file at most {most:,}")
+        raise UserError(notice("file.too_large", path=path, size=found.st_size, most=most))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     found = read_json(path)
     if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged: it holds no object")
+        raise UserError(notice("file.damaged", path=path, problem=notice("value.not_object")))
     return found
 
 
@@ -78,24 +80,13 @@ def read_json(path: Path, follow: bool = True) -> Any:
     try:
         return json.loads(read_file(path, follow).decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(notice("file.missing", path=path)) from None
     except UserError:
         raise
     except RecursionError:
-        raise UserError(f"{path} cannot be read: it is nested too deeply") from None
+        raise UserError(notice("file.nested", path=path)) from None
     except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was not enough memory (or a limit such as `ulimit -v`), however a library says so."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return True
-    words = (
-        "cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory",
-        "bad_alloc", "failed to map segment",  # when a shared library is loaded
-    )  # fmt: skip
-    return isinstance(error, Exception) and any(word in str(error).lower() for word in words)
+        raise UserError(notice("file.unreadable", path=path, error=first_line(error))) from None
 
 
 def copy_file(path: Path, to: Path, most: int) -> None:

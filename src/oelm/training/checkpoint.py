@@ -26,7 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from oelm.errors import RunError, UserError
-from oelm.system.files import delete, is_out_of_memory, read_json, sync_files, sync_folder, write_json
+from oelm.system.files import delete, read_json, sync_files, sync_folder, write_json
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import Notice, notice
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)
@@ -134,7 +136,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        self.problems: list[str] = []  # broken checkpoints met while looking for a good one
+        self.problems: list[Notice] = []  # broken checkpoints met while looking for a good one
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and drop those no longer kept. A failure leaves all that was there intact."""
@@ -158,12 +160,8 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)
             if is_out_of_memory(error):
                 raise
-            raise RunError(
-                f"step {step}: the checkpoint could not be written ({error}); "
-                f"the last good one is {self.last() or 'none'}",
-                kind="disk",
-                advice="free some space and start again to resume",
-            ) from None
+            reason = notice("run.unsaved", step=step, error=first_line(error), checkpoint=self.last())
+            raise RunError(reason, "disk", notice("advice.free_space")) from None
         self._prune()
 
     def index(self) -> dict[str, str]:
@@ -189,12 +187,12 @@ class Checkpoints:
             try:
                 found = read_checkpoint(self.folder / name)
             except UserError as error:
-                self.problems.append(f"{error}; the checkpoint before it is used")
+                self.problems.append(notice("checkpoint.use_previous", problem=error.notice))
                 continue
             self._check_best(found.state)
             return found
         if self.problems:
-            self.problems.append("no checkpoint is whole: the run starts anew")
+            self.problems.append(notice("checkpoint.none_whole"))
         return None
 
     def _check_best(self, state: dict[str, Any]) -> None:
@@ -209,7 +207,7 @@ class Checkpoints:
         try:
             _check(self.folder / _name(best["step"]))
         except UserError as error:
-            self.problems.append(f"{error}; the best is looked for anew from step {state['step']} on")
+            self.problems.append(notice("checkpoint.best_lost", problem=error.notice, step=state["step"]))
             final = state["final"]
             state["best"] = final if final and final["step"] == state["step"] else None
 
@@ -224,19 +222,16 @@ class Checkpoints:
         try:
             return read_checkpoint(self.folder / _name(step))
         except UserError as error:
-            raise RunError(str(error), "disk", "start again to go on from a good one") from None
+            raise RunError(error.notice, "disk", notice("advice.resume")) from None
 
     def check_space(self, size: int) -> None:
         """Refuse to start a write that the disk has no room for."""
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free < size + MARGIN:
-            raise RunError(
-                f"the disk of {self.folder} has {free / 1e6:,.0f} MB free, but a checkpoint needs "
-                f"{(size + MARGIN) / 1e6:,.0f} MB",
-                kind="disk",
-                advice="free some space and start again to resume",
-            )
+            needed = (size + MARGIN) / 1e6
+            reason = notice("run.no_space", folder=self.folder, free_mb=free / 1e6, needed_mb=needed)
+            raise RunError(reason, "disk", notice("advice.free_space"))
 
     def _write_index(self, state: dict[str, Any]) -> None:
         best = state.get("best")
@@ -278,30 +273,34 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         state = read_json(path / STATE)
         if not isinstance(state, dict) or _name(state["step"]) != path.name:
-            raise UserError(f"{STATE} is not the state of that step")
+            raise UserError(notice("checkpoint.other_state", file=STATE))
         return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
     except (UserError, SafetensorError, KeyError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise MemoryError(f"there is not enough memory to read {path}") from None
-        raise UserError(f"checkpoint {path.name} is broken: {error}") from None
+        raise _broken(path, error.notice if isinstance(error, UserError) else first_line(error)) from None
 
 
 def _check(path: Path) -> None:
     try:
         sums = read_json(path / SUMS)
     except UserError as error:
-        raise UserError(f"checkpoint {path.name} is broken: {error}") from None
+        raise _broken(path, error.notice) from None
     if not isinstance(sums, dict) or sorted(sums) != sorted(FILES):
-        raise UserError(f"checkpoint {path.name} is broken: {SUMS} does not name its files")
+        raise _broken(path, notice("checkpoint.no_files", file=SUMS))
     for name, recorded in sums.items():
         try:
             if not stat.S_ISREG((path / name).stat().st_mode):  # a pipe would be waited for
-                raise UserError(f"checkpoint {path.name} is broken: {name} is not a regular file")
+                raise _broken(path, notice("checkpoint.irregular", file=name))
             found = _digest(path / name)
         except OSError as error:
-            raise UserError(f"checkpoint {path.name} is broken: {name} {error.strerror}") from None
+            raise _broken(path, notice("checkpoint.unreadable", file=name, error=error.strerror)) from None
         if found != recorded:
-            raise UserError(f"checkpoint {path.name} is broken: {name} does not match its checksum")
+            raise _broken(path, notice("checkpoint.checksum", file=name))
+
+
+def _broken(path: Path, problem: Notice | str) -> UserError:
+    return UserError(notice("checkpoint.broken", name=path.name, problem=problem))
 
 
 def _digest(path: Path) -> str:

@@ -1,20 +1,19 @@
 """What ended a run: of which kind it is (see OUTCOMES and FAULTS in `oelm.errors`), and how to say it."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from oelm.errors import AuditError, Interrupted, RunError, UserError
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_not_deterministic, is_out_of_memory
+from oelm.system.messages import Notice, notice
 from oelm.training.checkpoint import Checkpoints
 from oelm.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from oelm.training.run import Run
-
-LOWER = "try a lower learning rate"
 
 
 def failure_kind(error: BaseException) -> str:
@@ -41,21 +40,31 @@ def explained(run: "Run | None", folder: RunFolder, error: BaseException) -> Bas
     if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
     kind = failure_kind(error)
-    last = Checkpoints(folder.path / "checkpoints", keep=1).last() or "none"
-    text = str(error).partition("\n")[0] or type(error).__name__
+    last = Checkpoints(folder.path / "checkpoints", keep=1).last()
+    known: dict[str, Any] = {"error": first_line(error), "checkpoint": last}
     if kind == "disk":
-        reason = f"the run's files could not be written or read ({text}); the last good checkpoint is {last}"
-        return RunError(reason, kind, "mend it and start again to resume")
+        return RunError(notice("run.files", **known), kind, notice("advice.repair_and_resume"))
     if kind in ("memory", "gpu_memory"):
-        reason = f"there is not enough memory ({text}); the last good checkpoint is {last}"
-        return RunError(reason, kind, "free some, or set training.accumulate: the same batches in more parts")
-    if kind == "software" and torch.are_deterministic_algorithms_enabled() and "deterministic" in text:
-        return RunError(text, kind, "set training.deterministic=false to go on without the same bits")
+        return RunError(notice("run.memory", **known), kind, notice("advice.accumulate"))
+    if is_not_deterministic(error):
+        reason = notice("run.not_deterministic", error=known["error"])
+        return RunError(reason, kind, notice("advice.allow_nondeterminism"))
     if kind == "software" and run is not None and (name := _spoilt(run)):
         # Not every metric can be computed from what such a model answers.
-        reason = f"{name} is not finite after step {run.progress.step} ({type(error).__name__}: {text})"
-        return RunError(f"{reason}; the last good checkpoint is {last}", "diverged", LOWER)
+        known |= {"name": name, "step": run.progress.step, "error": reason_of(error)}
+        return RunError(notice("run.no_answer", **known), "diverged", notice("advice.lower_lr"))
     return error
+
+
+def reason_of(error: BaseException) -> Notice:
+    """What a record says of the error that ended a run."""
+    if isinstance(error, AuditError) and error.problems:
+        return notice("run.audit_failed", count=len(error.problems), first=error.problems[0])
+    if isinstance(error, RunError | UserError | AuditError | Interrupted):
+        return error.notice
+    if isinstance(error, KeyboardInterrupt):
+        return notice("stop.signal", signal="Ctrl-C")
+    return notice("run.error", type=type(error).__name__, text=first_line(error))
 
 
 def _spoilt(run: "Run") -> str | None:

@@ -15,6 +15,7 @@ from typing import IO, Any
 from oelm.config import LATER, RunConfig, make_config, read_toml, rebuild_config, to_toml
 from oelm.errors import FolderInUse, UserError
 from oelm.system.files import check_name, delete, lock_file, read_file, read_object, write_json, write_text
+from oelm.system.messages import Notice, notice
 from oelm.system.version import NUMERICS, __version__
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "triton")
@@ -139,13 +140,10 @@ class MetricsLog:
                 break
             kept.append(line)
             last = entry["step"] if whole else last
-        self.missing: str | None = None
+        self.missing: Notice | None = None
         if logged is not None and len(kept) < logged:
             lost = logged - len(kept)
-            self.missing = (
-                f"metrics.jsonl was damaged before the run resumed after step {from_step}: {lost:,} of its "
-                f"lines, from after step {last} on, {'is' if lost == 1 else 'are'} missing"
-            )
+            self.missing = notice("training.metrics_lost", step=from_step, lost=lost, last=last)
         write_text(path, "".join(f"{line}\n" for line in kept))
         self.lines = len(kept)
         self.file = path.open("a", encoding="utf-8")
@@ -248,10 +246,10 @@ def arithmetic(found: dict[str, Any]) -> dict[str, str]:
     return {name: str(found[key]) for name, key in names.items()} | found["packages"]
 
 
-def changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """What differs between two of these, in words; empty where nothing does."""
+def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:
+    """What differs between two of these."""
     keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-    return ", ".join(f"{key} {now.get(key, 'none')} (before: {before.get(key, 'none')})" for key in keys)
+    return [notice("training.changed", name=key, now=now.get(key), before=before.get(key)) for key in keys]
 
 
 def _commit() -> str | None:

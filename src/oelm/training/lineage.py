@@ -6,6 +6,7 @@ from oelm.data.tasks.base import TaskKind
 from oelm.errors import UserError
 from oelm.models.pretrained import check_checkpoint
 from oelm.system.files import read_object
+from oelm.system.messages import Notice, notice
 from oelm.training.folder import read_config
 
 REFERENCE = "oelm-gpt"  # model_type of the reference GPT
@@ -40,7 +41,7 @@ def short_model_name(name: str) -> str:
     return path.parent.name if path.name == "model" and (path.parent / "config.toml").is_file() else path.name
 
 
-def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[str]:
+def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[Notice]:
     """What a reader of a run should know about the model it starts from, where that was trained here."""
     config = Path(name) / "config.json"
     values = read_object(config) if config.is_file() else {}
@@ -49,16 +50,10 @@ def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[str]:
     notes = []
     causal = "OelmGPTForCausalLM" in (values.get("architectures") or [])
     if causal and not kind.stream:
-        notes.append(
-            f"{name} was trained as a language model, which sees only what came before; for this task it "
-            "attends in both directions"
-        )
+        notes.append(notice("training.was_causal", model=name))
     run = Path(name).parent
     if values.get("positions", "learned") == "learned" and (run / "config.toml").is_file():
         seen = read_config(run).task.max_length
         if seen < max_length:
-            notes.append(
-                f"{name} was trained on {seen} positions; those beyond, up to task.max_length {max_length}, "
-                "start as they were drawn"
-            )
+            notes.append(notice("training.new_positions", model=name, trained=seen, max_length=max_length))
     return notes

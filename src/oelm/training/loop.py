@@ -22,11 +22,12 @@ from oelm.data import Epoch, Plan, Store
 from oelm.data.tasks.base import Measured
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
+from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, full_state
 from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
-from oelm.training.failure import LOWER, explained, failure_kind
+from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
@@ -82,7 +83,7 @@ def _train(
         _run(run, resolved.plan)
         stop.patient = False
         if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
-            raise Interrupted(stop.reason or "another process was told to stop")
+            raise Interrupted(stop.reason or notice("stop.other_process"))
         return _finish(run)
     except BaseException as error:
         failure = explained(run, folder, error)
@@ -109,9 +110,9 @@ class Taken:
 class NotFinite(Exception):
     """A step met a number that is not finite. `untouched`: the weights are those of the step before."""
 
-    def __init__(self, what: str, items: list[int], untouched: bool) -> None:
+    def __init__(self, what: Notice, items: list[int], untouched: bool) -> None:
         super().__init__(what)
-        self.items, self.untouched = items, untouched
+        self.what, self.items, self.untouched = what, items, untouched
 
 
 def _run(run: Run, plan: Plan) -> None:
@@ -169,7 +170,7 @@ def _steps(run: Run, plan: Plan) -> None:
             _save(run)
         run.display.advance(progress.step, tokens)
         if stops and progress.step < run.resolved.total_steps and not progress.stopped_early:
-            raise Interrupted(run.stop.reason or "another process was told to stop")
+            raise Interrupted(run.stop.reason or notice("stop.other_process"))
         if not recent:
             started = time.perf_counter()
 
@@ -197,14 +198,14 @@ def _check_finite(run: Run, recent: list[Taken]) -> float:
     for n, step in enumerate(recent):
         value, norm = float(step.loss), 0.0 if run.step.scaler.is_enabled() else float(step.norm)
         seen = {"loss": value, "gradient": norm}
-        bad = next((f"the {name} is {x}" for name, x in seen.items() if not math.isfinite(x)), None)
+        bad = next(((name, str(x)) for name, x in seen.items() if not math.isfinite(x)), None)
         if parallel.anyone(bad is not None, run.state):
             undone = recent[n:]
             progress.step -= len(undone)
             progress.samples -= sum(len(taken.items) for taken in undone)
             progress.tokens -= sum(taken.tokens for taken in undone)
             ids = run.objective.ids("train", step.items)
-            what = bad or "another process met a number that is not finite"
+            what = notice("run.value", what=bad[0], value=bad[1]) if bad else notice("run.other_not_finite")
             raise NotFinite(what, ids.tolist(), untouched=not math.isfinite(norm))
     recent.clear()
     return parallel.total(value, run.state)
@@ -213,14 +214,10 @@ def _check_finite(run: Run, recent: list[Taken]) -> float:
 def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
     """The error of a run whose numbers are not finite by the path that is left."""
     run.progress.step = step  # that far it got
-    ids, last = bad.items, run.record.checkpoints.last() or "none"
-    tried = "" if run.progress.plain_from is None else ", by the fast path and by the plain one"
-    return RunError(
-        f"{bad} at step {step}{tried}; items of that batch: {ids[:16]}{' ...' if len(ids) > 16 else ''}; "
-        f"the last good checkpoint is {last}",
-        kind="diverged",
-        advice=LOWER,
-    )
+    code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
+    last = run.record.checkpoints.last()
+    reason = notice(code, what=bad.what, step=step, items=bad.items, checkpoint=last)
+    return RunError(reason, "diverged", notice("advice.lower_lr"))
 
 
 def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
@@ -303,12 +300,9 @@ def _watch_chance(run: Run, split: str, n: int) -> None:
         return
     progress.at_chance = progress.best["metrics"]["accuracy"] <= level
     if progress.at_chance and training.stop_at_chance:
-        raise RunError(
-            f"step {progress.step}: the best accuracy on {split} is "
-            f"{progress.best['metrics']['accuracy']:.3f}, and always answering the most frequent class gives "
-            f"{majority:.3f}; stopped at chance level",
-            kind="at_chance",
-        )
+        accuracy = progress.best["metrics"]["accuracy"]
+        values = {"step": progress.step, "split": split, "accuracy": accuracy, "majority": majority}
+        raise RunError(notice("run.at_chance", **values), "at_chance")
 
 
 def _save(run: Run) -> None:
@@ -318,12 +312,8 @@ def _save(run: Run) -> None:
     # The step before may have had a finite gradient and still thrown the weights out of range.
     spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
     if spoilt is not None:
-        raise RunError(
-            f"{spoilt} is not finite after step {run.progress.step}; the last good checkpoint is "
-            f"{run.record.checkpoints.last() or 'none'}",
-            kind="diverged",
-            advice=LOWER,
-        )
+        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.record.checkpoints.last()}
+        raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
     if run.main:
         if run.record.log is not None:
             run.record.log.sync()
@@ -336,7 +326,7 @@ def _save(run: Run) -> None:
 def _finish(run: Run) -> dict[str, Any]:
     """Test the best model once, and write everything down."""
     if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
-        raise RunError("the run ended without an evaluation")
+        raise RunError(notice("run.no_evaluation"))
     best = run.progress.best["step"]
     run.step.restore(run.record.checkpoints.load(best), moments=False)
     training = run.config.training
@@ -369,6 +359,5 @@ def _record(run: Run | None, folder: RunFolder, error: BaseException) -> None:
         folder.discard()
     elif run.main:
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        reason = str(error) or type(error).__name__
         with contextlib.suppress(OSError):  # the disk may be full: the reason is still raised
-            folder.write("results.json", results.unfinished(run, status, reason, failure_kind(error)))
+            folder.write("results.json", results.unfinished(run, status, error))

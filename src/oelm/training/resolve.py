@@ -17,6 +17,7 @@ from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
 from oelm.models.build import check_gpt, default_model
 from oelm.models.gpt_sizes import PRESETS
+from oelm.system.messages import Notice, notice
 from oelm.training.lineage import check_start, model_folder, notes_on_start, short_model_name
 
 
@@ -31,7 +32,7 @@ class ResolvedRun:
     plan: Plan  # the training batches
     total_steps: int
     warmup_steps: int
-    warnings: tuple[str, ...]
+    warnings: tuple[Notice, ...]
 
 
 def resolve_run(
@@ -56,9 +57,7 @@ def resolve_run(
         *notes_on_start(str(config.model.name), objective.kind, config.task.max_length),
     ]
     if training.choose_on == "test":
-        warnings.append(
-            "the best step is chosen on the test split: a published habit, not a fair measurement"
-        )
+        warnings.append(notice("training.chosen_on_test"))
     return ResolvedRun(config, device, processes, precision, plan, total, warmup, tuple(warnings))
 
 
@@ -68,12 +67,12 @@ def objective_of(config: RunConfig, store: Store) -> Objective:
     return make_objective(store, config.task.max_length, training.label_smoothing, training.class_weights)
 
 
-def resolve_precision(wanted: str, device: torch.device) -> tuple[str, str | None]:
+def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | None]:
     """The precision a run really uses, and a warning where that is not what was asked for."""
     if wanted == "auto":
         return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
     if wanted == "fp16" and device.type != "cuda":
-        return "fp32", "fp16 needs a GPU: this run uses fp32"
+        return "fp32", notice("training.fp16_on_cpu")
     return wanted, None
 
 

@@ -15,16 +15,19 @@ from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
+from oelm.system.messages import notice
 from oelm.system.private_accelerate import lacks_package, tracker_classes
 from oelm.system.version import NUMERICS
+from oelm.training.failure import failure_kind, reason_of
 from oelm.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
     from oelm.training.run import Run
 
 # Of a run's record. 2: `failure` says of which kind the failure of a run is; 3: test items have groups, and
-# `arithmetic` says how the run was computed.
-SCHEMA = 3
+# `arithmetic` says how the run was computed; 4: warnings and reasons are codes with values, `architecture`
+# names the model's family.
+SCHEMA = 4
 SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
@@ -87,14 +90,10 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
         if reference is not None and run.objective.better(reference, measured[metric]):
-            progress.warn(
-                f"{split} {metric} {measured[metric]:.4f} is behind the trivial reference {name} "
-                f"({reference:.4f})"
-            )
+            values = {"split": split, "metric": metric, "value": measured[metric]}
+            progress.warn(notice("training.behind_baseline", **values, name=name, baseline=reference))
     if progress.at_chance:
-        progress.warn(
-            "the run is at chance level: on validation it cannot be told from the most frequent class"
-        )
+        progress.warn(notice("training.at_chance"))
     return {
         **_common(run, "completed"),
         "best": progress.best,
@@ -106,20 +105,21 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
             "metrics": test_metrics,
         },
         "references": references,
-        "warnings": progress.warnings,
+        "warnings": [warning.to_dict() for warning in progress.warnings],
     }
 
 
-def unfinished(run: "Run", status: str, reason: str, kind: str) -> dict[str, Any]:
-    """results.json of a run that was interrupted or failed; `kind` of failure: see `oelm.errors`."""
-    progress = run.progress
+def unfinished(run: "Run", status: str, error: BaseException) -> dict[str, Any]:
+    """results.json of a run that this error interrupted or made fail."""
+    progress, advice = run.progress, getattr(error, "advice", None)
     return {
         **_common(run, status),
-        "reason": reason,
-        **({"failure": {"kind": kind}} if status == "failed" else {}),
+        "reason": reason_of(error).to_dict(),
+        **({"advice": advice.to_dict()} if advice else {}),
+        **({"failure": {"kind": failure_kind(error)}} if status == "failed" else {}),
         "best": progress.best,
         "final": progress.final,
-        "warnings": progress.warnings,
+        "warnings": [warning.to_dict() for warning in progress.warnings],
     }
 
 
@@ -133,6 +133,7 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         "task": run.store.task,
         "method": report.method,
         "model": config.model.name,
+        "architecture": run.step.raw.config.model_type,
         "seed": config.training.seed,
         "lr": config.training.lr,
         "metric": run.objective.metric,
@@ -260,8 +261,8 @@ def trained_card(run: "Run", results: dict[str, Any]) -> str:
         f"{best['step']} on the {best['split']} split. On the test split:\n\n"
         f"| metric | value | trivial references |\n|---|---|---|\n{table}",
     ]
-    if results["warnings"]:
-        body.append("## Notes\n\n" + "\n".join(f"- {text}" for text in results["warnings"]))
+    if run.progress.warnings:
+        body.append("## Notes\n\n" + "\n".join(f"- {warning}" for warning in run.progress.warnings))
     return model_card(
         f"{type(run.step.raw).__name__} on {store.task}", run.step.raw, run.conversion, results["model"], body
     )

@@ -13,7 +13,8 @@ from oelm.data import Store
 from oelm.data.tasks.base import Objective
 from oelm.errors import UserError
 from oelm.models.build import build_model
-from oelm.system.files import is_out_of_memory
+from oelm.system.library_errors import first_line, is_out_of_memory
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training import results
 from oelm.training.checkpoint import Checkpoint, Checkpoints
 from oelm.training.display import Display, duration
@@ -41,17 +42,18 @@ class Progress:
     due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
     plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
     watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
     logged: int | None = None  # lines of metrics.jsonl
     made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
-        return cls(**(state | {"watch": Watch(**state.get("watch", {}))}))
+        warnings = [read_notice(warning) for warning in state.get("warnings", [])]
+        return cls(**(state | {"watch": Watch(**state.get("watch", {})), "warnings": warnings}))
 
-    def warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
+    def warn(self, warning: Notice) -> None:
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
 
 @dataclass
@@ -135,8 +137,8 @@ def start_run(
     if state.is_main_process:
         around = environment(state.device, state.num_processes)
         _compare(progress, arithmetic(around))
-    for text in (*resolved.warnings, *checkpoints.problems):
-        progress.warn(text)
+    for warning in (*resolved.warnings, *checkpoints.problems):
+        progress.warn(warning)
     label = f"{config.method.name} on {store.task}"
     display = Display(label, resolved.total_steps, progress.step, show and state.is_main_process)
     record = RunRecord(folder, checkpoints)
@@ -170,20 +172,14 @@ def fall_back(run: Run, number: int) -> None:
     audit(raw, run.before)
     run.step.model.train()
     progress.plain_from = number
-    progress.warn(
-        f"the fast path gave numbers that are not finite at step {number}: "
-        "from there on the plain path is used"
-    )
+    progress.warn(notice("training.left_fast_path", step=number))
     run.display.say(f"note: {progress.warnings[-1]}")
 
 
 def _compare(progress: Progress, now: dict[str, str]) -> None:
     """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
     if progress.made_with and (changed := changes(progress.made_with, now)):
-        progress.warn(
-            f"resumed after step {progress.step} with {changed}: the numbers may differ in their last bits "
-            "from those of a run that was never stopped"
-        )
+        progress.warn(notice("training.resumed_elsewhere", step=progress.step, changes=changed))
         progress.watch.again = True
     progress.made_with = now
 
@@ -196,10 +192,9 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run ({why}); "
-            "--overwrite the run, or name another folder"
+            f"the checkpoint of step {checkpoint.state.get('step')} does not fit this run "
+            f"({first_line(error)}); --overwrite the run, or name another folder"
         ) from None
 
 

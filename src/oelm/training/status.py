@@ -10,6 +10,7 @@ from typing import Any
 from oelm.config import read_toml
 from oelm.errors import UserError
 from oelm.system.files import lock_file, read_object
+from oelm.system.messages import read_notice
 
 TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are needed
 
@@ -98,7 +99,7 @@ def _run_status(folder: Path) -> RunStatus:
         metric=metric,
         best=None if score is None else float(score),
         left_s=left,
-        reason=results.get("reason"),
+        reason=str(read_notice(results["reason"])) if "reason" in results else None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oelm.errors import Interrupted, UserError
+from oelm.system.messages import Notice, notice
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Stop:
     other time all that is worth keeping is on disk, and the order is obeyed at once.
     """
 
-    reason: str | None = None
+    reason: Notice | None = None
     patient: bool = False
 
 
@@ -36,14 +37,15 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
         return
     names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
     if stop_after is not None:  # without a limit the alarm stays its owner's
-        names[signal.SIGALRM] = "the time limit"
+        names[signal.SIGALRM] = ""
 
     def ask(number: int, _: Any) -> None:
         if stop.reason is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        stop.reason = f"stopped by {names[signal.Signals(number)]}"
+        name = names[signal.Signals(number)]
+        stop.reason = notice("stop.signal", signal=name) if name else notice("stop.time_limit")
         if not stop.patient:
             raise Interrupted(stop.reason)
 

@@ -37,6 +37,7 @@ from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, 
 from oelm.data.writer import split_writers
 from oelm.errors import UserError
 from oelm.models.fit import agree_on_padding
+from oelm.system.messages import notice
 
 MOST_STEPS = 200  # of the optimizer, which stops before at its own tolerance: good to half a point
 
@@ -139,7 +140,7 @@ class Classification(TaskKind):
             if unlabelled.any() and not task.drop_unlabelled:
                 where = part.source.where(int(np.flatnonzero(unlabelled)[0]))
                 raise UserError(f"{where}: label -1 means unlabelled, and {task.name} has labels")
-            dataset.drop(part, unlabelled, "unlabelled (-1)")
+            dataset.drop(part, unlabelled, "unlabelled")
             part.labels[unlabelled] = 0
 
     def read_file(self, dataset: Dataset, splits: int) -> None:
@@ -175,11 +176,11 @@ class Classification(TaskKind):
 
     def check_split(self, dataset: Dataset, split: str, labels: Array) -> None:
         missing = set(range(len(dataset.label_names))) - set(labels.tolist())
-        names = ", ".join(dataset.label_names[i] for i in sorted(missing))
+        names = [dataset.label_names[i] for i in sorted(missing)]
         if missing and split == "train":
-            raise UserError(f"{dataset.name}: no training text has the label {names}")
+            raise UserError(f"{dataset.name}: no training text has the label {', '.join(names)}")
         if missing:
-            dataset.warnings.append(f"no text of the {split} split has the label {names}")
+            dataset.warnings.append(notice("data.no_label", split=split, labels=names))
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
         counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from oelm.config import RunConfig
     from oelm.study.design import StudyConfig
+    from oelm.system.messages import Notice
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class EndedRun:
 
     folder: Path
     kind: str | None = None
-    reason: str = ""
+    reason: "Notice | None" = None
     log: Path | None = None
     crowded: bool = False
 

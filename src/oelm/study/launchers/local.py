@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from oelm.errors import OUTCOMES, UserError
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
+from oelm.system.messages import Notice, notice, read_notice
 
 if TYPE_CHECKING:
     from oelm.study.design import StudyConfig
@@ -165,15 +166,15 @@ class LocalLauncher(Launcher):
             worker.close()
 
 
-def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, str]:
+def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, Notice]:
     """The kind of a failure and its reason; a process that died has said neither."""
-    if answer is not None and answer["status"] == "interrupted":
-        return "process", f"its process was {answer['reason']}"
-    if answer is not None:
-        return str(answer["kind"]), str(answer["reason"])
-    code = worker.process.wait()
-    if code >= 0:
-        return "process", f"its process ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return "process", f"its process ended with signal {-code} ({signal.Signals(-code).name})"
-    return "process", f"its process ended with signal {-code}"
+    if answer is None:
+        code = worker.process.wait()
+        if code >= 0:
+            return "process", notice("run.exit_code", code=code)
+        names = {-number: number.name for number in signal.Signals}
+        return "process", notice("run.exit_signal", number=-code, name=names.get(code))
+    reason = read_notice(answer["reason"])
+    if answer["status"] == "interrupted":
+        return "process", notice("run.exit_stopped", reason=reason)
+    return str(answer["kind"]), reason

@@ -5,7 +5,8 @@ from typing import Any
 
 from oelm.study.report import numbers
 from oelm.study.report.view import View
-from oelm.study.result_types import FEWEST_SEEDS, Comparison, Group
+from oelm.study.result_types import Comparison, Group, explain_problems
+from oelm.system.messages import Notice, text_of
 
 MOST_CLAUSES = 3  # comparisons that are described one by one; more are counted
 MOST_NAMES = 6
@@ -67,24 +68,19 @@ def clause(view: View, comparison: Comparison) -> str:
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
+    """Why no conclusion may be drawn from these comparisons, as text."""
+    return view.words("list.and").join(text_of(p, view.words.lang) for p in problems(view, *comparisons))
+
+
+def problems(view: View, *comparisons: Comparison) -> list[Notice]:
     """Why no conclusion may be drawn from these comparisons."""
     several = len({c.group.setting for c in comparisons}) > 1
-    at_chance = {}  # each once
+    arms = {}
     for c in comparisons:
         for arm in (c.reference_arm, c.arm):
-            name = f"{view.label(c.group)}, {arm.method}" if several else arm.method
-            if arm.at_chance:
-                seeds = view.words.items(map(str, arm.at_chance))
-                at_chance[name] = view.words("problem.seeds", method=name, seeds=seeds)
-    unevaluated = [a.method for c in comparisons for a in (c.reference_arm, c.arm) if a.unevaluated]
-    values = {
-        "methods": view.words.items(dict.fromkeys(unevaluated)),
-        "n": min(len(c.seeds) for c in comparisons),
-        "fewest": FEWEST_SEEDS,
-        "runs": view.words("list.semicolon").join(at_chance.values()),
-    }
+            arms[f"{view.label(c.group)}, {arm.method}" if several else arm.method] = arm
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
-    return view.words("list.and").join(view.words(f"problem.{code}", **values) for code in codes)
+    return explain_problems(codes, arms, min(len(c.seeds) for c in comparisons))
 
 
 def _difference(view: View, comparison: Comparison) -> str:

@@ -6,7 +6,7 @@ from oelm.claims.verdicts import Verdict, judge
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
-from oelm.study.report.notices import Notice, alert, notices
+from oelm.study.report.notices import Listed, alert, notices
 from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
@@ -102,12 +102,12 @@ def _raw(view: View) -> list[Block]:
     return blocks
 
 
-def _warnings(view: View, warned: list[Notice]) -> list[Block]:
+def _warnings(view: View, warned: list[Listed]) -> list[Block]:
     if not warned:
         return [Paragraph(view.words("section.none"))]
     blocks: list[Block] = []
-    for kind in dict.fromkeys(notice.kind for notice in warned):
-        items = [notice.text for notice in warned if notice.kind == kind]
+    for kind in dict.fromkeys(listed.kind for listed in warned):
+        items = [listed.text for listed in warned if listed.kind == kind]
         blocks += [Paragraph(view.words(f"notice.{kind}"), tone="heading"), Bullets(items)]
     return blocks
 

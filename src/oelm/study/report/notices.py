@@ -1,149 +1,132 @@
 """Everything a reader should know before believing the numbers: each thing once, the gravest first."""
 
-import re
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from oelm.study.matrix import Cell
-from oelm.study.report import numbers
-from oelm.study.report.answer import reasons
+from oelm.study.report.answer import problems
 from oelm.study.report.view import View
 from oelm.study.report.words import Words
 from oelm.study.result_types import ArmResult, Group
+from oelm.system.messages import Notice, Span, notice, text_of
 from oelm.training.predictions import WITH_GROUPS
 
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
-MOST_RUNS = 12  # that are listed by name in one line
+ORDER = (
+    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture",
+    "version", "run",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Notice:
-    """`kind` is the heading it stands under; see `[notice]` in the words."""
+class Listed:
+    """A notice of a report; `kind` is the heading it stands under, see `[notice]` in the words."""
 
     kind: str
+    notice: Notice
     text: str
 
 
-def alert(words: Words, warned: list[Notice]) -> str:
+def alert(words: Words, warned: list[Listed]) -> str:
     """One line that says how many warnings there are; empty without any.
 
     What records of an earlier version lack is told, but not counted: no number here depends on it.
     """
-    count = len([notice for notice in warned if notice.kind != "version"])
+    count = len([listed for listed in warned if listed.kind != "version"])
     if not count:
         return ""
     return words("page.alert_one") if count == 1 else words("page.alert", count=count)
 
 
-def notices(view: View) -> list[Notice]:
+def notices(view: View) -> list[Listed]:
     """All warnings of an analysis, grouped by kind."""
-    found = [
-        Notice(
-            "void",
-            view.words("notice.reasons", task=view.label(c.group), method=c.method, reasons=reasons(view, c)),
-        )
-        for c in view.analysis.comparisons
-        if c.problems
-    ]
-    for group in view.analysis.groups:
-        found += [*_unevaluated(view, group), *_failures(view, group)]
-    for group in view.analysis.groups:
-        found += _of_group(view, group)
-    words = view.words
-    for name, values in view.analysis.mixtures.items():
-        found.append(Notice("mixture", words("notice.mixed", what=name, values=words.items(values))))
-    for key in ("left_out", "copies", "unused"):
-        if count := getattr(view.analysis, key):
-            found.append(Notice("mixture", words(f"notice.{key}", count=count)))
-    found += [Notice("mixture", words("notice.damaged", reason=reason)) for reason in view.analysis.damaged]
-    versions = Counter(int(record.results.get("schema", 1)) for record in view.analysis.records)
+    found = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
+    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in found]
+
+
+def _notices(view: View) -> Iterable[tuple[str, Notice]]:
+    """The kind of each notice, and the notice."""
+    analysis = view.analysis
+    for c in analysis.comparisons:
+        if c.problems:
+            task = view.label(c.group)
+            yield "void", notice("study.void", task=task, method=c.method, reasons=problems(view, c))
+    for group in analysis.groups:
+        yield from _unevaluated(view, group)
+        yield from _failures(view, group)
+        yield from _of_group(view, group)
+        yield from _of_runs(view, group)
+    for name, values in analysis.mixtures.items():
+        yield "mixture", notice("study.mixed", what=name, values=values)
+    if analysis.left_out:
+        yield "mixture", notice("study.left_out", count=analysis.left_out)
+    if analysis.copies:
+        yield "mixture", notice("study.copies", count=analysis.copies)
+    if analysis.unused:
+        yield "mixture", notice("study.unused", count=analysis.unused)
+    for problem in analysis.damaged:
+        yield "mixture", notice("study.damaged", problem=problem)
+    versions = Counter(int(record.results.get("schema", 1)) for record in analysis.records)
     for version, count in sorted(versions.items()):
         if version < WITH_GROUPS:
-            found.append(Notice("version", words("notice.no_groups", version=version, count=count)))
-    for change in view.analysis.changes:
-        said = words(
-            "notice.change",
-            name=change["key"],
-            old=str(change["from"]),
-            new=str(change["to"]),
-            count=change["measured_runs"],
-        )
-        found.append(Notice("changed", said))
-    found += [Notice("run", text) for text in _of_runs(view)]
-    first = ("void", "unevaluated", "failed", "changed", "chance", "trivial", "rate")
-    order = (*first, "unfinished", "mixture", "version", "run")
-    return sorted(found, key=lambda notice: order.index(notice.kind))
+            yield "version", notice("study.no_groups", version=version, count=count)
+    for change in analysis.changes:
+        old, new, count = str(change["from"]), str(change["to"]), change["measured_runs"]
+        yield "changed", notice("study.changed", key=change["key"], old=old, new=new, count=count)
 
 
-def _failures(view: View, group: Group) -> Iterable[Notice]:
-    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
-    name = view.words.name
+def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
+    """Failed and interrupted runs, those of one reason together."""
+    alike: dict[str, list[Any]] = defaultdict(list)
     for arm in group.arms.values():
         for failure in arm.failures:
-            run = run_name(view, failure.method, failure.lr, failure.seed)
-            how = name("failure", failure.kind) if failure.kind else name("status", failure.status)
-            by_reason[how, failure.reason].append(run)
-    for (status, reason), runs in by_reason.items():
-        yield Notice(
-            "failed",
-            view.words(
-                "notice.failure",
-                task=view.label(group),
-                status=status,
-                runs=_some(view, runs),
-                reason=reason or view.words("notice.no_reason"),
-            ),
-        )
+            reason = failure.reason or notice("study.no_reason")
+            alike[f"{failure.kind} {_shape(reason)}"].append((failure, reason))
+    for several in alike.values():
+        runs = [_run(f.method, f.lr, f.seed) for f, _ in several]
+        values = {"task": view.label(group), "runs": runs, "reason": _merged([r for _, r in several])}
+        if kind := several[0][0].kind:
+            yield "failed", notice("study.failed", kind=kind, **values)
+        else:
+            yield "failed", notice("study.interrupted", **values)
 
 
-def run_name(view: View, method: str, lr: float, seed: int) -> str:
-    return view.words("notice.run_name", method=method, rate=numbers.learning_rate(lr), seed=seed)
+def _run(method: str, lr: float, seed: int) -> Notice:
+    return notice("study.run", method=method, lr=lr, seed=seed)
 
 
-def _unevaluated(view: View, group: Group) -> Iterable[Notice]:
+def _unevaluated(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     """The trials that say nothing yet: what is concluded about their methods must wait for them."""
-    cells = [cell for arm in group.arms.values() for cell in arm.unevaluated]
-    if cells:
-        runs = _some(view, [run_name(view, cell.method, cell.lr, cell.seed) for cell in cells])
-        text = view.words("notice.never_evaluated", task=view.label(group), runs=runs)
-        yield Notice("unevaluated", text)
+    runs = [_run(cell.method, cell.lr, cell.seed) for arm in group.arms.values() for cell in arm.unevaluated]
+    if runs:
+        yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
 
 
-def _some(view: View, names: list[str]) -> str:
-    shown = view.words("list.semicolon").join(names[:MOST_RUNS])
-    rest = len(names) - MOST_RUNS
-    return view.words("list.more", names=shown, count=rest) if rest > 0 else shown
-
-
-def _of_group(view: View, group: Group) -> Iterable[Notice]:
-    words, label = view.words, view.label(group)
-    # What holds for several methods alike is said once.
-    alike: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]] = defaultdict(list)
+def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
+    alike: dict[str, tuple[str, Notice, list[str]]] = {}  # what holds for several methods is said once
     for arm in group.arms.values():
-        for kind, key, details in _of_arm(view, group, arm):
-            alike[kind, key, tuple(details.items())].append(arm.method)
-    for (kind, key, values), methods in alike.items():
-        text = words(f"notice.{key}", task=label, method=words.items(methods), **dict(values))
-        yield Notice(kind, text)
-    if missing := _missing(group):
-        yield Notice("unfinished", words("notice.missing", task=label, count=missing))
+        for kind, told in _of_arm(group, arm):
+            alike.setdefault(json.dumps(told.to_dict()), (kind, told, []))[2].append(arm.method)
+    for kind, told, methods in alike.values():
+        yield kind, Notice(told.code, {"task": view.label(group), "methods": methods, **told.values})
+    if count := _missing(group):
+        yield "unfinished", notice("study.unfinished", task=view.label(group), count=count)
 
 
-def _of_arm(view: View, group: Group, arm: ArmResult) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Kind of notice, its text and the values in it, the method's name aside."""
-    words = view.words
+def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
+    """Without the names of the task and the method."""
     if arm.at_chance:
-        yield "chance", "at_chance", {"seeds": words.items(map(str, arm.at_chance))}
+        yield "chance", notice("study.at_chance", seeds=list(arm.at_chance))
     if behind := group.behind(arm):
-        yield "trivial", "behind", {"names": words.items(words.name("trivial", name) for name in behind)}
+        yield "trivial", notice("study.behind_baseline", names=list(behind))
     if arm.records and not arm.chosen:
-        rates = map(numbers.learning_rate, sorted({record.lr for record in arm.records}))
-        yield "rate", "not_chosen", {"rate": words.items(rates)}
+        yield "rate", notice("study.lr_not_chosen", lrs=sorted({record.lr for record in arm.records}))
     if group.matrix and arm.method in group.matrix.at_edge:
-        yield "rate", "at_edge", {"rate": numbers.learning_rate(arm.lr)}
+        yield "rate", notice("study.lr_at_edge", lr=arm.lr)
     if group.matrix and arm.method in group.matrix.failed:
-        yield "rate", "no_rate", {}
+        yield "rate", notice("study.no_lr")
 
 
 def _missing(group: Group) -> int:
@@ -161,26 +144,38 @@ def _missing(group: Group) -> int:
     return len([cell for cell in group.matrix.needed if cell not in ended])
 
 
-def _of_runs(view: View) -> Iterable[str]:
-    """The warnings of the runs themselves: equal ones are one line, whatever their numbers, with a count."""
-    for group in view.analysis.groups:
-        by_shape: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
-        for record in group.records:
-            for text in dict.fromkeys(map(str, record.results.get("warnings") or [])):
-                by_shape[tuple(NUMBER.split(text))].append(NUMBER.findall(text))
-        for words_between, occurrences in by_shape.items():
-            yield view.words(
-                "notice.of_runs",
-                task=view.label(group),
-                text=view.words.recorded(_joined(words_between, occurrences)),
-                count=len(occurrences),
-            )
+def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
+    """The warnings of the runs themselves: those that differ in their numbers only are one, with a count."""
+    alike: dict[str, list[Notice]] = defaultdict(list)
+    for record in group.records:
+        for warning in record.warnings:
+            alike[_shape(warning)].append(warning)
+    texts = []  # of old records: what each run said in its own numbers is one notice
+    for several in alike.values():
+        values = {"warning": _merged(several), "count": len(several)}
+        if several[0].code == "text" and len(several) < len(group.records):
+            texts.append(notice("study.text_of_runs", **values))
+        else:
+            yield "run", notice("study.of_runs", task=view.label(group), **values)
+    if texts:
+        yield "run", notice("study.texts_of_runs", task=view.label(group), texts=texts)
 
 
-def _joined(between: tuple[str, ...], occurrences: list[list[str]]) -> str:
-    """One text for warnings that differ in their numbers only: each number, or the range of it."""
-    text = between[0]
-    for after, values in zip(between[1:], zip(*occurrences, strict=True), strict=True):
-        low, high = min(values, key=float), max(values, key=float)
-        text += (low if low == high else f"{low}–{high}") + after
-    return text
+def _shape(told: Notice) -> str:
+    """A notice without its numbers."""
+    values = {key: "<number>" if _is_number(value) else value for key, value in told.values.items()}
+    return json.dumps(Notice(told.code, values).to_dict(), sort_keys=True)
+
+
+def _merged(several: list[Notice]) -> Notice:
+    """One notice for those of one shape: each number, or the range of it."""
+    values = dict(several[0].values)
+    for key, value in values.items():
+        seen = [told.values[key] for told in several]
+        if _is_number(value) and min(seen) != max(seen):
+            values[key] = Span(min(seen), max(seen))
+    return Notice(several[0].code, values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

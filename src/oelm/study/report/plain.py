@@ -24,7 +24,7 @@ def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
         "comparisons": [_comparison(view, comparison) for comparison in analysis.comparisons],
         "across": [asdict(entry) for entry in analysis.across],
         "claims": [asdict(verdict) for verdict in judge(analysis)],
-        "warnings": [asdict(notice) for notice in notices(view)],
+        "warnings": [asdict(listed) for listed in notices(view)],
         "mixtures": analysis.mixtures,
         "left_out": analysis.left_out,
     }

@@ -39,7 +39,7 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
             console.print(Text(baselines))
         console.print()
     warned = notices(view)
-    never = [notice.text for notice in warned if notice.kind == "unevaluated"]
+    never = [listed.text for listed in warned if listed.kind == "unevaluated"]
     for sentence in [*answer(view), *never, alert(view.words, warned)]:
         if sentence:
             console.print(Text(sentence))

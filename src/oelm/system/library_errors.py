@@ -1,0 +1,35 @@
+"""What other libraries' errors mean, where they have no class or code of their own for it.
+
+The one place that looks into their texts; tests provoke the real errors.
+"""
+
+import errno
+
+_OUT_OF_MEMORY = (
+    "not enough memory", "can't allocate memory",  # PyTorch on a CPU
+    "out of memory",  # CUDA, where it is not torch.OutOfMemoryError
+    "cannot allocate memory", "failed to map segment",  # the system; a library that is loaded when needed
+    "bad_alloc",  # C++: safetensors, tokenizers
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice (a limit such as `ulimit -v` counts), however a library says so."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return isinstance(error, Exception) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
+def is_not_deterministic(error: BaseException) -> bool:
+    """Whether PyTorch refused an operation because of `torch.use_deterministic_algorithms`."""
+    return isinstance(error, RuntimeError) and "torch.use_deterministic_algorithms" in str(error)
+
+
+def wants_remote_code(error: BaseException) -> bool:
+    """Whether transformers refused a checkpoint because it would run the checkpoint's own code."""
+    return "trust_remote_code" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: what libraries add below it is for their own users."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]

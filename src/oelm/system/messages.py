@@ -1,0 +1,126 @@
+"""Warnings and failures as codes with values; their sentences, in every language, stand in messages.toml.
+
+Records store the code and the values. A sentence is made where someone reads it, in their language.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from string import Formatter
+from typing import Any, NamedTuple
+
+LANGUAGES = ("en", "zh")
+MOST = 12  # entries of a list that a sentence names; the rest is counted
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One thing to tell: `code` is a key of messages.toml, `values` (plain JSON, or notices) fill it in.
+
+    A text that has no code, such as another library's or that of an old record, is Notice("text").
+    """
+
+    code: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, read back by `read_notice`."""
+        return asdict(self)
+
+
+class Span(NamedTuple):
+    """The range of a value over several notices that are told as one."""
+
+    low: float
+    high: float
+
+
+def notice(code: str, /, **values: Any) -> Notice:
+    return Notice(code, {key: str(v) if isinstance(v, Path) else v for key, v in values.items()})
+
+
+def read_notice(value: Any) -> Notice:
+    """A notice from JSON; whatever is none, such as the warnings of old records, is shown as it is."""
+    if isinstance(value, Notice):
+        return value
+    match value:
+        case {"code": str(code), "values": dict(values)}:
+            return Notice(code, {str(key): _inner(entry) for key, entry in values.items()})
+    return notice("text", text=str(value))
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_inner(entry) for entry in value]
+    return read_notice(value) if isinstance(value, dict) else value
+
+
+def text_of(told: Notice, language: str = "en") -> str:
+    """The sentence; a record of another version, whose code or values are unknown here, is shown raw."""
+    if told.code == "text":
+        return str(told.values.get("text"))
+    try:
+        return fill(sentences()[told.code][language], told.values, language)
+    except (LookupError, ValueError, TypeError):
+        return f"{told.code} ({', '.join(f'{key}: {value}' for key, value in told.values.items())})"
+
+
+@cache
+def sentences() -> dict[str, dict[str, str]]:
+    """Code -> language -> text."""
+    return read_sentences((files("oelm.system") / "messages.toml").read_text(encoding="utf-8"))
+
+
+def read_sentences(toml: str) -> dict[str, dict[str, str]]:
+    return {
+        f"{section}.{key}": texts
+        for section, entries in tomllib.loads(toml).items()
+        for key, texts in entries.items()
+    }
+
+
+def fill(template: str, values: Mapping[str, Any], language: str) -> str:
+    return _Sentence(language).vformat(template, (), values)
+
+
+class _Sentence(Formatter):
+    """Python's format language, and three things more: `{count:row|rows}` gives "1 row" or "1,234 rows",
+    `{split:split}` the word of that section of messages.toml, and lists are joined."""
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, Notice):
+            return text_of(value, self.language)
+        if isinstance(value, Span):
+            if "|" in spec:
+                return f"{self.format_field(value, ',')} {spec.partition('|')[2]}"
+            low, high = (self.format_field(end, spec) for end in value)
+            return low if low == high else f"{low}–{high}"
+        if isinstance(value, list | tuple):
+            return self._join(value, spec)
+        if value is None:
+            return self._word("list.none")
+        if "|" in spec:
+            one, _, many = spec.partition("|")
+            return f"{value:,} {one if value == 1 else many}"
+        if isinstance(value, str):
+            return self._word(f"{spec}.{value}", value) if spec else value
+        return format(value, spec).replace("e-0", "e-")  # a learning rate of 3e-5, not 3e-05
+
+    def _join(self, entries: list[Any] | tuple[Any, ...], spec: str) -> str:
+        told = any(isinstance(entry, Notice) for entry in entries)  # these may hold commas
+        between = self._word("list.semicolon" if told else "list.comma")
+        names = between.join(self.format_field(entry, spec) for entry in entries[:MOST])
+        more = {"names": names, "count": len(entries) - MOST}
+        return fill(self._word("list.more"), more, self.language) if len(entries) > MOST else names
+
+    def _word(self, key: str, otherwise: str = "") -> str:
+        return sentences().get(key, {}).get(self.language, otherwise)
