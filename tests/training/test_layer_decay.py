@@ -4,7 +4,7 @@ import pytest
 
 from oelm.config import make_config
 from oelm.errors import UserError
-from oelm.training.schedule import layer_scales, make_optimizer, set_rate
+from oelm.training.schedule import layer_scales, make_optimizer, set_learning_rate
 from tests.tiny import build
 
 
@@ -40,7 +40,7 @@ def test_the_optimizer_follows_them():
     model = build("oelm-gpt")
     training = make_config({"task": {"data": "x"}, "training": {"layer_decay": 0.5, "lr": 1.0}}).training
     optimizer = make_optimizer(model, training)
-    set_rate(optimizer, 0.1)
+    set_learning_rate(optimizer, 0.1)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     scales = layer_scales(model, 0.5)
     for name, parameter in model.named_parameters():

@@ -52,7 +52,8 @@ def test_steps_are_those_of_the_data():
 def test_warnings_come_with_the_run():
     run = resolved({"precision": "fp16", "choose_on": "test"})
     assert run.precision == "fp32"
-    assert "fp16 needs a GPU" in run.warnings[0] and "chosen on the test split" in run.warnings[-1]
+    codes = [warning.code for warning in run.warnings]
+    assert codes[0] == "training.fp16_on_cpu" and codes[-1] == "training.chosen_on_test"
 
 
 def test_what_cannot_run_is_refused():
