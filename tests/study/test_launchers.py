@@ -69,5 +69,5 @@ def test_a_study_takes_any_launcher_and_reads_results_from_the_runs_folders(tmp_
 
 
 def test_an_unknown_launcher_is_refused():
-    with pytest.raises(UserError, match=r"study\.launcher must be one of local, got 'pigeon'"):
+    with pytest.raises(UserError, match="unknown launcher 'pigeon'; known: local"):
         make_study({"task": {"data": "x.csv"}, "study": {"launcher": "pigeon"}})

@@ -14,6 +14,7 @@ from oelm.data.tasks import KINDS, task_kind
 from oelm.errors import UserError
 from oelm.method import PRESETS
 from oelm.models.families import FAMILIES
+from oelm.study.launchers import LAUNCHERS
 from oelm.system.plugins import Registry, load_plugins
 from tests.data.made import wordpiece, write_csv
 
@@ -75,8 +76,9 @@ def test_a_family_of_the_current_folder(folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_studys_workers_load_the_plugin(folder):
+def test_a_studys_workers_load_the_plugin_and_its_launcher_starts_them(folder):
     words = ["--methods", "baseline,frozen-values", "--lrs", "1e-3", "--set", "study.widen=0", "--out", "s"]
+    words += ["--set", "study.launcher=one-at-a-time"]
     done = oelm(folder, "study", *RUN, *words, "--seeds", "1", "--plugin", "my_plugin", "--json")
     assert done.returncode == 0, done.stderr
     assert {group["metric"] for group in json.loads(done.stdout)["settings"]} == {"mae"}
@@ -131,7 +133,7 @@ def test_a_registry_knows_its_names():
         task_kind("none")
     with pytest.raises(UserError, match="cannot be imported"):
         load_plugins(["no.such.module"])
-    for built_in in (KINDS, PRESETS, FAMILIES):
+    for built_in in (KINDS, PRESETS, FAMILIES, LAUNCHERS):
         with pytest.raises(UserError, match="already"):
             built_in.add(next(iter(built_in)), None)  # type: ignore[arg-type]
 

