@@ -3,13 +3,12 @@
 from collections import deque
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
 from oelm.data import open_store
 from oelm.errors import UserError
-from oelm.study.design import StudyConfig, make_study
+from oelm.study.design import StudyConfig
 from oelm.study.folder import StudyFolder
 from oelm.study.launchers import LAUNCHERS, EndedRun, Launcher, RunJob
 from oelm.training.loop import train
@@ -68,6 +67,9 @@ def test_a_study_takes_any_launcher_and_reads_results_from_the_runs_folders(tmp_
     assert {record.method for record in records if record.test is not None} == {"baseline", "oelm"}
 
 
-def test_an_unknown_launcher_is_refused():
-    with pytest.raises(UserError, match="unknown launcher 'pigeon'; known: local"):
-        make_study({"task": {"data": "x.csv"}, "study": {"launcher": "pigeon"}})
+def test_an_unknown_launcher_is_refused(tmp_path):
+    words = ["study", "--task", "imdb", "--set", "study.launcher=pigeon", "--out", str(tmp_path / "s")]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UserError)
+    assert "unknown launcher 'pigeon'; known: local" in str(done.exception)
+    assert not (tmp_path / "s").exists()

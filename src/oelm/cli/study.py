@@ -126,6 +126,7 @@ def resolve_study(
     from oelm.config import flag_keys, merge, overrides, read_toml
     from oelm.study.design import make_study, read_study
     from oelm.study.folder import StudyFolder
+    from oelm.study.launchers import LAUNCHERS
 
     if "data" in given and "tasks" not in table:
         table = table | {"tasks": []}  # a file in place of the tasks that a study names
@@ -141,7 +142,9 @@ def resolve_study(
     if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugins])]:
         values["plugins"] = plugins
         load_plugins(plugins)
-    return make_study(merge(values, overrides(flags, assignments)), name or "options")
+    study = make_study(merge(values, overrides(flags, assignments)), name or "options")
+    LAUNCHERS.find(study.table.launcher)  # before anything is prepared
+    return study
 
 
 def describe(study: "Study", out: Path) -> str:

@@ -81,7 +81,7 @@ def estimate_run(setting: Setting) -> dict[str, float]:
 def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) -> Launcher:
     """The launcher that the study names, for runs of its largest setting."""
     memory = max(estimate["memory_bytes"] for estimate in estimates)
-    return LAUNCHERS[study.table.launcher](study.table, memory, out / "log")
+    return LAUNCHERS.find(study.table.launcher)(study.table, memory, out / "log")
 
 
 def conduct(

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
 from oelm.errors import UserError
 from oelm.method import Method
-from oelm.study.launchers import LAUNCHERS
 from oelm.study.matrix import Matrix, Scores, plan_runs
 
 # Measured runs have the seeds 1, 2, ...; trials have seeds that no measured run uses.
@@ -53,7 +52,6 @@ class StudyConfig:
         if len(self.methods) < 2:
             raise UserError("study.methods needs at least two methods to compare")
         object.__setattr__(self, "lrs", sorted(set(map(float, self.lrs))))
-        LAUNCHERS.find(self.launcher)  # an error where there is none of that name
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
 
