@@ -72,7 +72,7 @@ def test_defaults():
     [
         (
             {"trainning": {}},
-            "unknown key 'trainning'; the file has: experiment, task, model, method, training",
+            "unknown key 'trainning'; the file has: experiment, plugins, task, model, method, training",
         ),
         (
             {"training": {"learning_rate": 1}},

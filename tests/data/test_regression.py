@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,8 +129,7 @@ def test_the_loss_is_what_the_models_compute_themselves(store, tmp_path):
     labels = ((batch.targets["labels"] - meta["label_mean"]) / meta["label_std"]).float()
     for name in ("gpt-tiny", str(tmp_path)):
         config = config_of(store)
-        config.model.name = name
-        model, _ = build_model(config, store)
+        model, _ = build_model(replace(config, model=replace(config.model, name=name)), store)
         model.eval()
         assert model.config.num_labels == 1 and model.config.problem_type == "regression"
         loss = objective.loss(model, batch)
@@ -240,7 +240,7 @@ def test_a_study(oelm_cli, data, tmp_path, monkeypatch):
     assert {arm.lr for arm in group.arms.values()} == {3e-3}  # the smaller error, not the larger
     (comparison,) = found.comparisons
     better = [
-        a.test < b.test for a, b in zip(comparison.arm.records, comparison.reference.records, strict=True)
+        a.test < b.test for a, b in zip(comparison.arm.records, comparison.reference_arm.records, strict=True)
     ]
     assert [difference > 0 for difference in comparison.differences] == better
 

@@ -16,6 +16,7 @@ from oelm.method import PRESETS
 from oelm.models.families import FAMILIES
 from oelm.study.launchers import LAUNCHERS
 from oelm.system.plugins import Registry, load_plugins
+from oelm.training.predictions import METRICS
 from tests.data.made import wordpiece, write_csv
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +146,7 @@ def test_nothing_outside_the_kinds_asks_for_one_by_name():
     for path in sorted((ROOT / "src" / "oelm").rglob("*.py")):
         if path.parent.name not in ("tasks", "bench", "claims"):  # these have kinds of cases of their own
             assert not question.search(path.read_text()), path
+
+
+def test_metrics_are_the_kinds_own():
+    assert {name: better for kind in KINDS.values() for name, better in kind.metrics.items()} == METRICS

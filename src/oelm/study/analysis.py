@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from oelm.data.tasks import larger_is_better
 from oelm.errors import UserError
 from oelm.study import statistics
 from oelm.study.design import Study
@@ -22,7 +21,7 @@ from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
 from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
 from oelm.system.messages import Notice, notice
-from oelm.training.predictions import item_scores
+from oelm.training.predictions import item_scores, larger_is_better
 
 
 def analyse(folder: Path) -> Analysis:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
-from oelm.data.tasks import larger_is_better
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
@@ -28,7 +27,7 @@ from oelm.system.files import (
 from oelm.system.messages import Notice
 from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
-from oelm.training.predictions import is_published, write_predictions
+from oelm.training.predictions import is_published, larger_is_better, write_predictions
 
 if TYPE_CHECKING:
     from oelm.data import Store

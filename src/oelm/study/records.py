@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from oelm.config import RunConfig
-from oelm.data.tasks import larger_is_better
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.matrix import Cell
@@ -24,7 +23,7 @@ from oelm.study.record_checks import environment_problem, is_measure, is_number,
 from oelm.system.files import read_file, read_json, read_object
 from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
-from oelm.training.predictions import read_predictions
+from oelm.training.predictions import larger_is_better, read_predictions
 
 FILES = (
     "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",

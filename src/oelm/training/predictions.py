@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oelm.data.tasks import KINDS
+from oelm.errors import UserError
 from oelm.system.files import folder_name, replacing
+from oelm.system.plugins import load_installed
 
 Array = np.ndarray
 FILE = "predictions.npz"
@@ -30,6 +31,27 @@ UNREADABLE = (
 )  # fmt: skip
 
 
+# Whether a larger value of a built-in kind's metric is better: a report need not import the kinds for it.
+METRICS = {
+    **dict.fromkeys(("accuracy", "f1_macro", "f1_weighted", "f1", "exact_match", "pearson"), True),
+    **dict.fromkeys(("token_accuracy", "entity_f1", "entity_precision", "entity_recall"), True),
+    **dict.fromkeys(("perplexity", "bits_per_byte", "rmse", "loss"), False),
+}
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a larger value of a metric is better, by the kind of task that measures it."""
+    if metric in METRICS:
+        return METRICS[metric]
+    from oelm.data.tasks import KINDS
+
+    load_installed()
+    for kind in KINDS.values():
+        if metric in kind.metrics:
+            return kind.metrics[metric]
+    raise UserError(f"unknown metric {metric!r}; that of a plugin's task kind needs --plugin")
+
+
 class ItemScores(NamedTuple):
     """Scores of all items in the order of their ids: a metric is sum(scores) / sum(weights), a perplexity
     the exponential and an RMSE the root of that. `groups` is None for records that have none."""
@@ -41,10 +63,30 @@ class ItemScores(NamedTuple):
 
 
 def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
-    """The metric item by item (`TaskKind.item_scores`); None for one that is no mean over items (macro F1)
-    or was not recorded."""
-    every = (kind.item_scores(metric, arrays) for kind in KINDS.values())
-    found = next((scores for scores in every if scores is not None), None)
+    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded.
+
+    The metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch);
+    those of a plugin's kind are its own (`TaskKind.item_scores`).
+    """
+    found: tuple[Array, Array | None] | None = None
+    if _recorded(arrays, metric):
+        found = arrays[metric], None
+    elif metric == "accuracy" and _recorded(arrays, "predictions", "labels"):
+        found = arrays["predictions"] == arrays["labels"], None
+    elif metric == "rmse" and _recorded(arrays, "predictions", "labels"):
+        found = (arrays["predictions"].astype(np.float64) - arrays["labels"]) ** 2, None
+    elif metric == "token_accuracy" and _recorded(arrays, "right", "tags"):
+        found = arrays["right"], arrays["tags"]
+    elif metric == "entity_f1" and _recorded(arrays, "entities_right", "entities", "entities_predicted"):
+        predicted = arrays["entities_predicted"].astype(np.float64)
+        found = 2.0 * arrays["entities_right"], arrays["entities"] + predicted
+    elif metric in ("perplexity", "loss") and _recorded(arrays, "scores", "tokens"):
+        found = arrays["scores"], arrays["tokens"]  # nats, of so many tokens
+    elif metric not in METRICS:
+        from oelm.data.tasks import KINDS
+
+        kind = next((kind for kind in KINDS.values() if metric in kind.metrics), None)
+        found = None if kind is None else kind.item_scores(metric, arrays)
     if found is None:
         return None
     scores, weights = found
@@ -52,6 +94,11 @@ def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
     weights = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
     groups = arrays["groups"][order] if "groups" in arrays else None
     return ItemScores(scores[order].astype(np.float64), weights, groups, arrays["ids"][order])
+
+
+def _recorded(arrays: Mapping[str, Array], *names: str) -> bool:
+    """Whether all of these are there, with one number per item."""
+    return all(name in arrays and arrays[name].ndim == 1 for name in names)
 
 
 def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from oelm.errors import UserError
-from oelm.system.plugins import Registry, load_installed
+from oelm.system.plugins import Registry
 
 if TYPE_CHECKING:
     from oelm.data.store import Store
@@ -33,14 +32,3 @@ def make_objective(
 ) -> "Objective":
     """The objective of a prepared dataset; a corpus is cut into windows of so many tokens."""
     return task_kind(store.kind).objective(store, window, label_smoothing, class_weights)
-
-
-def larger_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is better, by the kind of task that measures it."""
-    for attempt in range(2):
-        for kind in KINDS.values():
-            if metric in kind.metrics:
-                return kind.metrics[metric]
-        if not attempt:
-            load_installed()
-    raise UserError(f"unknown metric {metric!r}; that of a plugin's task kind needs --plugin")

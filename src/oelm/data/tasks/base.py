@@ -307,20 +307,15 @@ class TaskKind:
         return {}, True
 
     def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Scores and weights per item: the metric is sum(scores) / sum(weights), or the exponential
-        (perplexity) or root (rmse) of that. None for a metric that is no such mean, or was not recorded."""
-        return (arrays[metric], None) if recorded(arrays, metric) else None
+        """Scores and weights per item of a metric of this kind's own, for intervals over items: the metric is
+        sum(scores) / sum(weights). None for one that is no such mean (`training.predictions.item_scores`)."""
+        return None
 
     # Predicting.
 
     def fits(self, model: Any) -> bool:
         """Whether a checkpoint that does not name its kind is of this one."""
         return self.auto_class.removeprefix("AutoModelFor") in type(model).__name__
-
-
-def recorded(arrays: Mapping[str, Array], *names: str) -> bool:
-    """Whether all of these are there, with one number per item."""
-    return all(name in arrays and arrays[name].ndim == 1 for name in names)
 
 
 def check_lengths(truth: int, predictions: int) -> None:

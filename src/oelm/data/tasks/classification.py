@@ -1,6 +1,6 @@
 """Classification: texts or pairs of texts with one class each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from oelm.data.tasks.base import (
     TaskKind,
     TextReader,
     check_lengths,
-    recorded,
 )
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
@@ -230,12 +229,6 @@ class Classification(TaskKind):
             if measured:
                 found[name] = measured
         return found, True
-
-    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Right or wrong."""
-        if metric == "accuracy" and recorded(arrays, "predictions", "labels"):
-            return arrays["predictions"] == arrays["labels"], None
-        return None
 
     def fits(self, model: Any) -> bool:
         return super().fits(model) and not gives_numbers(model)

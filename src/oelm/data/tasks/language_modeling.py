@@ -5,7 +5,7 @@ rows are documents, each ends with it. Boundaries have no bytes.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from oelm.data.tasks.base import (
     Objective,
     Splits,
     TaskKind,
-    recorded,
 )
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
@@ -177,12 +176,6 @@ class LanguageModeling(TaskKind):
             counts = count_tokens(split.tokens[1:], store.vocab_size)
             found[split.name] = language_metrics(float(counts @ cost), int(counts.sum()), split.bytes)
         return {"unigram": found}, True
-
-    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Nats, of so many tokens; an item is a window or a target."""
-        if metric in ("perplexity", "loss") and recorded(arrays, "scores", "tokens"):
-            return arrays["scores"], arrays["tokens"]
-        return None
 
 
 KIND = LanguageModeling()

@@ -5,7 +5,7 @@ config keeps (`label_mean`, `label_std`), so that predictions and RMSE are in th
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from oelm.data.tasks.base import (
     TaskKind,
     TextReader,
     check_lengths,
-    recorded,
 )
 from oelm.data.tasks.classification import gives_numbers, label_columns, write_texts
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
@@ -174,12 +173,6 @@ class Regression(TaskKind):
         labels, model = np.array(store["train"].column("values")), Ridge(alpha=1.0, random_state=0)
         ridge = tfidf_baseline(store, splits, StoreTexts(store), False, labels, model, MOST_WEIGHTS, scores)
         return found | ({"tfidf_ridge": ridge} if ridge else {}), True
-
-    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Squared errors."""
-        if metric == "rmse" and recorded(arrays, "predictions", "labels"):
-            return (arrays["predictions"].astype(np.float64) - arrays["labels"]) ** 2, None
-        return None
 
     def fits(self, model: Any) -> bool:
         return super().fits(model) and gives_numbers(model)

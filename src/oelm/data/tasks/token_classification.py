@@ -1,6 +1,6 @@
 """Token classification: words with one tag each, written as tokens with the tag on each word's first."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from oelm.data.tasks.base import (
     Splits,
     TaskKind,
     check_lengths,
-    recorded,
 )
 from oelm.data.tokenizer import Encoder
 from oelm.data.writer import split_writers
@@ -176,15 +175,6 @@ class TokenClassification(TaskKind):
         order = np.lexsort((-cells, counts))  # rising counts, so that the last one written is the best
         best[cells[order] // classes] = cells[order] % classes
         return {"most_frequent_tag": {split.name: _tag_scores(store, split, best) for split in splits}}, True
-
-    def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Right tags, of so many; entities: twice the right ones, of those there and those predicted."""
-        if metric == "token_accuracy" and recorded(arrays, "right", "tags"):
-            return arrays["right"], arrays["tags"]
-        if metric == "entity_f1" and recorded(arrays, "entities_right", "entities", "entities_predicted"):
-            claimed = arrays["entities_predicted"].astype(np.float64)
-            return 2.0 * arrays["entities_right"], arrays["entities"] + claimed
-        return None
 
 
 KIND = TokenClassification()
