@@ -127,7 +127,7 @@ class TrainingConfig:
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     gradient_checkpointing: bool = False
-    fast: bool = True  # packed texts, compiled blocks, CUDA graphs, where the hardware has them
+    fast: bool = True  # packed texts, CUDA graphs, our own kernels, where the hardware has them
     fallback: bool = True  # where the fast path gives NaN or infinity, continue on the plain path
     deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)

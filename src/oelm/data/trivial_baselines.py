@@ -1,4 +1,4 @@
-"""Trivial baselines: what a model must beat to be worth its training (DESIGN, rule 5).
+"""Trivial baselines: what a model must beat to be worth its training.
 
 They are learned from the train split of a prepared dataset alone, measured on exactly its other splits, and
 kept beside them as `references.json`. A dataset copied to another machine is enough to compute them. Which

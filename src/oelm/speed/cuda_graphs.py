@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from oelm.data.tasks.base import Batch, pinned
 
-MOST_GRAPHS = 48  # shapes; a run with more of them goes on without graphs
+MOST_GRAPHS = 48  # shapes; further ones are computed without a graph
 
 
 class GraphedStep:
@@ -22,7 +22,7 @@ class GraphedStep:
     them and another for clipping and the optimizer (`whole` is then off).
 
     `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm;
-    `follow` is never recorded: it looks whether weights were changed by someone else.
+    `follow` runs outside the graph: it refreshes the bf16 copies where weights were changed, e.g. by loading.
     The first time a shape is met it is computed as usual, which also lets kernels tune themselves and the
     optimizer make its state; the second time it is recorded.
     """

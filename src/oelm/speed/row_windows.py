@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from oelm.speed.live_rows import LiveEmbedding
 
 STEPS = 16  # of a window, at most
-SHARE = 4  # the table has one row for so many of the embedding, at most, but enough for any batch
+SHARE = 4  # the table has at most 1/4 of the embedding's rows, or more where one batch needs them
 VECTOR = 16  # numbers that a processor's instruction takes at once, at most
 ROOM = 1.25  # how many more rows it has than the first windows need
 

@@ -78,7 +78,7 @@ class FastStep(PlainStep):
         if self.state.num_processes > 1:
             return "several processes exchange gradients"
         if self.precision == "fp16":
-            return "fp16 skips steps"
+            return "the fp16 loss scaler may skip a step, which a CUDA graph cannot"
         if self.config.training.gradient_checkpointing:
             return "gradient checkpointing draws its random numbers twice"
         if any(getattr(module, "layerdrop", 0) for module in self.raw.modules()):
@@ -140,7 +140,7 @@ class FastStep(PlainStep):
             optimizer.step()
             if self.copies is not None:
                 self.copies.refresh()
-        # What is written anew need not be zero before; what is added to must keep its place.
+        # Without accumulation gradients are overwritten, so drop them; with it they are summed in place.
         optimizer.zero_grad(set_to_none=self.config.training.accumulate == 1)
         return norm
 

@@ -29,7 +29,7 @@ EARLY, EVERY = (200, 1_000), 5_000
 PART_TOKENS = 8_192  # of a batch, for the plain path at a time: it needs more memory
 # The largest relative deviation of loss and gradient norm at which float32 is not asked.
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "grad_norm": 0.05}}
-TIMES_WORSE = 4  # than the plain path, as far as float32 can tell, the fast one may be
+MAX_ERROR_RATIO = 4  # allowed error of the fast path over the plain path's, both against float32
 
 
 UNWATCHED = {"fp16": "fp16 has no tolerance"}  # by precision: why the fast path is not compared
@@ -77,7 +77,7 @@ def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: s
         deviation = _deviation(fast[name], right.plain[name])
         if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):
             usual = max(_deviation(right.plain[name], right.exact[name]), allowed)
-            if _deviation(fast[name], right.exact[name]) > TIMES_WORSE * usual:
+            if _deviation(fast[name], right.exact[name]) > MAX_ERROR_RATIO * usual:
                 seen = {"fast": fast[name], "plain": right.plain[name], "exact": right.exact[name]}
                 reason = notice("run.fast_path_wrong", step=step, what=name, **seen)
                 raise RunError(reason, advice=notice("advice.plain_path"))

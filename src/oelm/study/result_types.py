@@ -14,7 +14,7 @@ from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import Record
 from oelm.system.messages import Notice, notice
 
-FEWEST_SEEDS = 5  # for a claim (DESIGN, rule 4)
+FEWEST_SEEDS = 5  # for a claim
 LEVEL = 0.05
 
 

@@ -30,7 +30,7 @@ def evaluate(
 
     `watch` is told how many batches of how many are done; what it raises ends the evaluation.
     Every process takes its share of every batch. Where a batch has fewer items than there are processes,
-    the others run one item for company (sharded models need everyone) and throw the result away.
+    the others run one dummy item (sharded models need every process) and drop the result.
     """
     state = process_state()
     tokens = TOKENS

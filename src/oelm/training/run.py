@@ -128,6 +128,7 @@ def start_run(
         step = make_step(resolved, objective, raw, state, progress.watch)
     else:
         step = PlainStep(resolved, objective, raw, state)
+        step.why_plain = f"the fast path failed at step {progress.plain_from}"
     if loaded is not None:
         with _fitting(loaded):
             step.restore(loaded)
@@ -161,13 +162,14 @@ def start_run(
 def fall_back(run: Run, number: int) -> None:
     """Go on by the plain path from step `number`, with the weights and moments of the step before.
 
-    The fast path has left these as they were: see `speed.adamw.fault_of`.
+    The fast path has left these as they were: see `system.private_torch.fault_of`.
     """
     progress = run.progress
     model, moments = run.step.hand_over(number - 1)
     run.objective = objective_of(run.config, run.store)
     raw, _ = build_model(run.config, run.store)
     run.step = PlainStep(run.resolved, run.objective, raw.to(run.state.device), run.state)
+    run.step.why_plain = f"the fast path failed at step {number}"
     run.step.restore(Checkpoint(model, moments, {}))
     audit(raw, run.before)
     run.step.model.train()

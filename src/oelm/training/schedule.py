@@ -1,4 +1,4 @@
-"""Learning rate and randomness as functions of the step alone: resuming needs no memory."""
+"""Learning rate and randomness as functions of the step alone, so a checkpoint need not store them."""
 
 import math
 from typing import Any
@@ -14,14 +14,17 @@ from oelm.training.resolve import ResolvedRun
 
 
 def learning_rate(run: ResolvedRun, step: int) -> float:
-    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule, to 0 after the last step."""
+    """The learning rate of step 0, 1, ...: linear warm-up, then constant, or down to 0."""
     training, warmup, total = run.config.training, run.warmup_steps, run.total_steps
     if step < warmup:
         return training.lr * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     if training.schedule == "cosine":
         return training.lr * 0.5 * (1 + math.cos(math.pi * done))
-    return training.lr * (1 - done) if training.schedule == "linear" else training.lr
+    if training.schedule == "linear":
+        return training.lr * (1 - done)
+    assert training.schedule == "constant", training.schedule
+    return training.lr
 
 
 def shrinkage(run: ResolvedRun, scale: float, steps: int) -> float:
@@ -34,7 +37,7 @@ def make_optimizer(
     model: nn.Module, training: TrainingConfig, recordable: type[torch.optim.AdamW] | None = None
 ) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
-    given state, and one that is unfrozen later trains (but in steps that were recorded before). Vectors
+    given state, and one that is unfrozen later trains (except in CUDA graphs recorded before). Vectors
     (norms, biases) are not decayed. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a
     tensor that is filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device

@@ -40,6 +40,8 @@ class PlainStep:
 
     plain = True
 
+    why_plain = "training.fast is off"
+
     def __init__(self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState) -> None:
         """Place the model `raw` on its device, wrap it and give it an optimizer."""
         self.resolved, self.objective, self.state, self.raw = resolved, objective, state, raw
@@ -119,14 +121,15 @@ class PlainStep:
         restore(checkpoint, self.raw, self.optimizer if moments else None)
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
-        """What `capture` gives, as the plain path has it after so many steps."""
+        """The state for a PlainStep that goes on after `steps` steps: as `capture`, with the weight decay
+        that unused rows of an embedding missed."""
         return self.capture()
 
     def finish(self, steps: int) -> None:
-        """Give the model the parameters it is saved with, after so many steps."""
+        """Put unused rows back into the embedding, before the model is tested and saved."""
 
     def close(self) -> None:
-        """Leave the model as others expect it."""
+        """Give the model its own forward methods back."""
 
     def why_unwatched(self) -> str | None:
         """Why the fast path is not compared with the plain one; None where it is."""
@@ -134,7 +137,7 @@ class PlainStep:
 
     def paths(self) -> dict[str, Any]:
         """Which fast paths the run takes, for its record."""
-        return {"padded": "training.fast is off", "eager": "training.fast is off"}
+        return {"padded": self.why_plain, "eager": self.why_plain}
 
     def __str__(self) -> str:
         return "the plain path: texts are padded, no CUDA graphs, no kernels of our own"
@@ -155,4 +158,7 @@ def make_step(
                 raise
         else:
             return FastStep(resolved, objective, raw, state, watch)
-    return PlainStep(resolved, objective, raw, state)
+    step = PlainStep(resolved, objective, raw, state)
+    if resolved.config.training.fast:
+        step.why_plain = "oelm.speed is not installed"
+    return step
