@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from oelm.bench import cases, trainer, watch
+from oelm.bench import cases, gpu_clock, trainer
 from oelm.bench.cases import Settings, shape_of
 from oelm.bench.load import Load, made_lengths, made_stream, made_texts, sample_texts
 from oelm.bench.measure import Arm, StepArm, Window, measure, omitted_product
@@ -512,15 +512,15 @@ def test_a_gpus_clock_and_power_are_read_from_nvidia_smi(
     program.write_text(f"#!/bin/sh\ntest $1 = --id=GPU-7 && printf '{lines}' && exec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(watch, "_name", lambda device: "GPU-7")
+    monkeypatch.setattr(gpu_clock, "_name", lambda device: "GPU-7")
     began = time.perf_counter()
-    with watch.Watch(torch.device("cuda")) as seen:
+    with gpu_clock.GpuClock(torch.device("cuda")) as seen:
         while len(seen.samples) < 3 and time.perf_counter() < began + 20:
             time.sleep(0.01)
         assert seen.since(began) == (1710.0, 690.5)
         assert seen.since(time.perf_counter()) == (None, None)
     assert seen.process is not None and seen.process.returncode is not None
-    with watch.Watch(CPU) as unseen:
+    with gpu_clock.GpuClock(CPU) as unseen:
         assert unseen.process is None and unseen.since(0.0) == (None, None)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oelm.bench.gpu_clock import GpuClock
 from oelm.bench.load import Load
-from oelm.bench.watch import Watch
 
 QUIET = 10.0  # seconds between words about how far the rounds are
 LEAD_IN = 3  # a third of a window's steps are taken before it
@@ -163,7 +163,7 @@ def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int
 
 
 @dataclass
-class Measured:
+class ArmMeasurement:
     """All that is known about an arm; `failed` says why there is no more."""
 
     name: str
@@ -187,12 +187,12 @@ def measure(
     say: Callable[[str], None],
     rest: float = 0.0,
     profile: Callable[[StepArm, torch.device], list[dict[str, Any]]] | None = None,
-) -> dict[str, Measured]:
+) -> dict[str, ArmMeasurement]:
     """Make every arm, warm it up, then time one window of each in every round, after `rest` seconds of none.
 
     An arm that fails at any point says why, and the others go on without it.
     """
-    found = {name: Measured(name) for name in makers}
+    found = {name: ArmMeasurement(name) for name in makers}
     arms: dict[str, Arm] = {}
     if device.type == "cuda":
         _make_workspaces(device)
@@ -210,7 +210,7 @@ def measure(
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
-        with Watch(device) as watch:
+        with GpuClock(device) as watch:
             _take_turns(arms, found, rounds, rest, time_left, watch, say)
     finally:
         gc.enable()
@@ -228,11 +228,11 @@ def measure(
 
 def _take_turns(
     arms: dict[str, Arm],
-    found: dict[str, Measured],
+    found: dict[str, ArmMeasurement],
     rounds: int,
     rest: float,
     time_left: Callable[[], bool],
-    watch: Watch,
+    watch: GpuClock,
     say: Callable[[str], None],
 ) -> None:
     began = said = time.perf_counter()
@@ -254,7 +254,7 @@ def _take_turns(
                 found[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
 
 
-def _warmed(measured: Measured, make: Callable[[], Arm], device: torch.device) -> Arm:
+def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.device) -> Arm:
     gpu = device.type == "cuda"
     before = torch.cuda.memory_stats(device) if gpu else {}
     arm = make()
@@ -291,7 +291,7 @@ def _make_workspaces(device: torch.device) -> None:
         (x @ x).sum().backward()
 
 
-def _attempt(measured: Measured, action: Callable[[], Any]) -> Any:
+def _attempt(measured: ArmMeasurement, action: Callable[[], Any]) -> Any:
     try:
         return action()
     except Exception as error:  # out of memory, no compiler, ...: a table with a gap is better than none

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oelm.bench.cases import Case, Settings
-from oelm.bench.measure import Measured, Window
+from oelm.bench.measure import ArmMeasurement, Window
 from oelm.bench.show import SCHEMA
 
 PEAK, OMITTED = "matmul", "omitted-product"  # products that are timed among the arms
@@ -21,7 +21,7 @@ RATES: dict[str, Callable[[Window], float]] = {
 }
 
 
-def case_record(case: Case, found: dict[str, Measured]) -> dict[str, Any]:
+def case_record(case: Case, found: dict[str, ArmMeasurement]) -> dict[str, Any]:
     """Everything one case has shown."""
     rates = {name: _rates(arm.windows) for name, arm in found.items() if arm.windows}
     peak = rates.get(PEAK, {}).get("operations_per_s")
@@ -47,7 +47,7 @@ def _rates(windows: list[Window]) -> dict[str, float]:
     return {name: statistics.median(map(rate, windows)) for name, rate in RATES.items()}
 
 
-def _arm_record(arm: Measured, rates: dict[str, float] | None, peak: float | None) -> dict[str, Any]:
+def _arm_record(arm: ArmMeasurement, rates: dict[str, float] | None, peak: float | None) -> dict[str, Any]:
     record: dict[str, Any] = {"name": arm.name, "about": arm.about, "failed": arm.failed}
     record |= rates or dict.fromkeys(RATES)
     record["share_of_peak"] = rates["operations_per_s"] / peak if rates and peak else None
@@ -70,7 +70,7 @@ def quantity_of(case: Case) -> str:
     return "texts_per_s" if case.work == "classification" else "tokens_per_s"
 
 
-def _ratios(case: Case, found: dict[str, Measured]) -> list[dict[str, Any]]:
+def _ratios(case: Case, found: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
     """The first arm's rate over each peer's; of methods, each one's step time over the baseline's."""
     first, *others = case.arms
     pairs = [(other, first) if case.work == "freezing" else (first, other) for other in others]
@@ -91,7 +91,7 @@ def ratio(of: list[Window], to: list[Window], quantity: str) -> dict[str, Any]:
 
 
 def _savings(
-    case: Case, found: dict[str, Measured], rates: dict[str, dict[str, float]]
+    case: Case, found: dict[str, ArmMeasurement], rates: dict[str, dict[str, float]]
 ) -> list[dict[str, Any]]:
     """What each method saves of the baseline's step, beside what the product it omits takes alone."""
     if "baseline" not in rates or OMITTED not in rates:
@@ -131,7 +131,7 @@ def _differences(base: list[Window], other: list[Window]) -> list[float]:
     return [RATES["step_s"](before) - RATES["step_s"](after) for before, after in pairs]
 
 
-def _held(arm: Measured) -> int:
+def _held(arm: ArmMeasurement) -> int:
     assert arm.held is not None
     return arm.held.gradients + arm.held.optimizer
 

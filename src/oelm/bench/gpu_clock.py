@@ -16,7 +16,7 @@ import torch
 EVERY = 50  # milliseconds
 
 
-class Watch:
+class GpuClock:
     """Samples a GPU from `with` to its end; elsewhere, and without nvidia-smi, it sees nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Watch:
         self.process: subprocess.Popen[str] | None = None
         self.thread = threading.Thread(target=self._read, daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "GpuClock":
         program = shutil.which("nvidia-smi")
         if self.device.type == "cuda" and program is not None:
             query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={EVERY}"]
