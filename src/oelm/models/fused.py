@@ -178,24 +178,16 @@ def packed_linear(
 
 
 def split_linear(
-    x: Tensor,
-    parts: Sequence[nn.Linear],
-    kept: FusedWeights | None = None,
-    joint: Tensor | None = None,
-    constant: int = 0,
+    x: Tensor, parts: Sequence[nn.Linear], joint: Tensor | None = None, constant: int = 0
 ) -> tuple[Tensor, ...]:
     """The outputs of several projections of one input, all without bias, by one matrix product.
 
     `joint` is their concatenated weight, if it exists already. No gradient flows through the first `constant`
     outputs.
     """
-    if kept is not None and not torch.compiler.is_compiling():
-        if _is_next_token(x):
-            return F.linear(x, *kept.get(parts, 1, "concat")).chunk(len(parts), -1)
-        kept.value = None
     weights = [part.weight for part in parts]
     alike = all(w.requires_grad for w in weights) or not any(w.requires_grad for w in weights)
-    if alike and joint is None and not constant and not torch.compiler.is_compiling():
+    if alike and joint is None and not constant:
         return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # all gradients are needed, or none
     with torch.no_grad():
         weight = torch.cat(weights) if joint is None else joint

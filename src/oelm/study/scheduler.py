@@ -201,7 +201,7 @@ class Scheduler:
             self.progress.news.append(f"{run.name}: {reason}; trying again in {pause:g} s")
             return
         stopped = notice("study.stopped", run=run.name, attempts=attempts, reason=reason)
-        self.broken = self.broken or RunError(stopped, kind, ADVICE[kind])
+        self.broken = self.broken or RunError(stopped, kind, ADVICE.get(kind, ADVICE["software"]))
 
     def _stop_runs(self) -> None:
         """Have every running run save and stop."""
