@@ -226,6 +226,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(store, tmp_path, monk
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_study(oelm_cli, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--data", str(data), "--text", "body", "--label", "score", *MORE]

@@ -56,6 +56,7 @@ def test_training_resuming_and_using_a_model(without_speed: Path, tmp_path: Path
     assert oelm(without_speed, "predict", tmp_path / "run", given="w5 w6\n")
 
 
+@pytest.mark.slow
 def test_a_study(without_speed: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path)
     words = ["study", "--data", store, "--model", "gpt-tiny", "--methods", "baseline,oelm", "--lrs", "1e-3"]

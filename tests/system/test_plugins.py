@@ -77,6 +77,7 @@ def test_a_family_of_the_current_folder(folder):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_studys_workers_load_the_plugin_and_its_launcher_starts_them(folder):
     words = ["--methods", "baseline,frozen-values", "--lrs", "1e-3", "--set", "study.widen=0", "--out", "s"]
     words += ["--set", "study.launcher=one-at-a-time"]
@@ -90,6 +91,7 @@ def test_a_studys_workers_load_the_plugin_and_its_launcher_starts_them(folder):
     assert oelm(folder, "report", "s", "--plugin", "my_plugin").returncode == 0
 
 
+@pytest.mark.slow
 def test_an_installed_plugin_is_found_by_its_entry_point(folder, tmp_path):
     (tmp_path / "installed.py").write_text(
         "from oelm.method import PRESETS, Method\n"
