@@ -19,7 +19,7 @@ REORDERED = {
         "models/gpt_block.py",
         """
 def _in_halves(self, x):
-    y, weight, half = gelu(self.fc_in(x)), self.fc_out.weight, self.fc_out.weight.shape[1] // 2
+    y, weight, half = F.gelu(self.fc_in(x)), self.fc_out.weight, self.fc_out.weight.shape[1] // 2
     first = torch.nn.functional.linear(y[..., :half], weight[:, :half])
     return first + torch.nn.functional.linear(y[..., half:], weight[:, half:], self.fc_out.bias)
 
@@ -28,7 +28,7 @@ FeedForward.forward = _in_halves
 """,
     ),
     "the norm of the gradients from the last to the first": (
-        "training/schedule.py",
+        "speed/step.py",
         """
 _from_first = clip_in_step
 
