@@ -220,7 +220,7 @@ def test_a_method_that_the_model_cannot_have_costs_no_run(data, tmp_path):
 def test_a_study_in_which_all_fails_has_failed(data, tmp_path):
     code, text = run(data, tmp_path / "s", "--seeds", "1", "--lrs", "1e30")
     assert code == 1 and text.splitlines()[-1] == (
-        "oelm: nothing was measured: every run that it takes has failed"
+        "oelm: nothing was measured: every run failed; the reasons are above"
     )
 
 

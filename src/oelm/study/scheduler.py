@@ -13,7 +13,7 @@ from oelm.study.launchers import Launcher, RunJob
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import read_record
 from oelm.system.library_errors import first_line
-from oelm.system.messages import Notice, notice
+from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.failure import failure_kind
 from oelm.training.stopping import Stop
 
@@ -216,7 +216,8 @@ def _result_line(run: DueRun) -> str:
     record = read_record(run.folder)
     assert record is not None
     if not record.completed:
-        return f"{run.name} FAILED: {record.reason}"
+        advice = record.results.get("advice")
+        return f"{run.name} FAILED: {record.reason}" + (f"; {read_notice(advice)}" if advice else "")
     measured = record.results["test"] or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"
