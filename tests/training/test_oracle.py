@@ -112,7 +112,7 @@ def test_a_classifier_learns_in_our_loop_as_in_trainer(name, lr, tmp_path):
     for fast in (True, False):
         out = tmp_path / f"fast-{fast}"
         ours = oracle.our_run(run_config(task, model_name, "baseline", fast=fast, **training), store, out)
-        times = 100 if fast and name != "bert" else 1  # its fast forward pass adds in another order
+        times = 100 if name != "bert" else 1  # losses near 0 magnify rounding
         check_same(ours, theirs, times)
         saved = load_file(out / "model" / "model.safetensors")
         assert saved.keys() == weights.keys()
