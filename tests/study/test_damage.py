@@ -262,7 +262,7 @@ def test_records_whose_values_are_wrong(world: Path, tmp_path: Path, file: str, 
         lost = analysis.left_out + len(analysis.damaged) + failed
         used = {record.folder for group in analysis.groups for record in group.records}
         assert len(used) + lost + analysis.unused + analysis.copies == 16, place
-        assert all(str(victim) in text for text in analysis.damaged), place
+        assert all(str(victim) in str(problem) for problem in analysis.damaged), place
         judge(analysis)
         as_plain(analysis)
         summary(analysis)
