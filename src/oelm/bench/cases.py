@@ -20,7 +20,7 @@ from oelm.errors import UserError
 from oelm.method import PRESETS
 from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 
-WORKS = ("classification", "lm", "freezing", "lengths")
+WORKS = ("classification", "lm", "freezing")
 METHODS = ("baseline", "oelm", "oelm-value-only")
 ARMS = (
     "ours", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
@@ -41,12 +41,9 @@ class Settings:
     steps: int = 100
     rounds: int = 5
     max_length: int = 512
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     vocab_size: int = 50257
     leave_out: tuple[str, ...] = ()
     compile: bool = True
-    rest: float = 0.0
-    profile: bool = False
     stop_after: float | None = None
 
     def __post_init__(self) -> None:
@@ -63,13 +60,10 @@ class Settings:
                 raise UserError(
                     f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}"
                 )
-        if not 0 <= self.rest < float("inf"):
-            raise UserError(f"--rest is a number of seconds, 0 or more, not {self.rest:g}")
-        longest = max([self.max_length, *(self.lengths if "lengths" in self.work else ())])
-        if self.tokens_per_step < longest and self.work != ("classification",):
+        if self.tokens_per_step < self.max_length and self.work != ("classification",):
             raise UserError(
-                f"--tokens-per-step {self.tokens_per_step} is less than one text of {longest} tokens; "
-                "ask for more tokens, or for shorter texts with --max-length and --lengths"
+                f"--tokens-per-step {self.tokens_per_step} is less than one text of --max-length "
+                f"{self.max_length}; ask for more tokens, or for shorter texts"
             )
 
 
@@ -101,7 +95,6 @@ def make_cases(settings: Settings, device: torch.device) -> Iterator[Case]:
         "classification": _classification,
         "lm": _language,
         "freezing": _freezing,
-        "lengths": _lengths,
     }
     for work in settings.work:
         for case in makers[work](settings, stores, device):
@@ -194,19 +187,6 @@ def _freezing(settings: Settings, stores: list[Store], device: torch.device) -> 
         }
         name = f"classifier, T={length}"
         yield Case("freezing", name, "classification", config, batch, length, arms, batch * length)
-
-
-def _lengths(settings: Settings, stores: list[Store], device: torch.device) -> Iterator[Case]:
-    """The same number of tokens as fewer and longer texts, for the kinds of work that the data is for."""
-    kinds = {store.kind for store in stores} or {"classification", "lm"}
-    for length in settings.lengths if "classification" in kinds else ():
-        batch, store = _full_texts(settings, stores, length)
-        case = _classifier_case("lengths", f"classifier, T={length}", store, settings, batch, device, FEWER)
-        yield replace(case, tokens_per_step=batch * length)
-    for length in settings.lengths if "lm" in kinds else ():
-        tokens = _large_steps(settings) * _batch(settings, length) * length
-        store = made_stream(tokens, _vocabulary(settings, stores), length)
-        yield _language_case("lengths", f"lm, T={length}", store, settings, length, device)
 
 
 def _full_texts(settings: Settings, stores: list[Store], length: int) -> tuple[int, Store]:

@@ -4,8 +4,7 @@ A window holds the same texts for every arm (or a fifth of them, where all steps
 says how many texts and tokens a second an arm gets through, whatever its batches look like inside. Arms take
 turns, every other round in reverse order, so that a machine that warms up or is disturbed does so to all of
 them. A GPU at its power limit is faster for a while after it has been idle, or has had lighter work: so an
-arm takes some steps before each window that do not count, and nothing else happens between them. Unless one
-asks for a rest, to see it at its full clock.
+arm takes some steps before each window that do not count, and nothing else happens between them.
 """
 
 import gc
@@ -176,7 +175,6 @@ class ArmMeasurement:
     peak_memory: int | None = None
     peak_requested: int | None = None
     parameters: int | None = None
-    kernels: list[dict[str, Any]] | None = None  # where a step's time goes, where that was asked for
 
 
 def measure(
@@ -185,10 +183,8 @@ def measure(
     device: torch.device,
     time_left: Callable[[], bool],
     say: Callable[[str], None],
-    rest: float = 0.0,
-    profile: Callable[[StepArm, torch.device], list[dict[str, Any]]] | None = None,
 ) -> dict[str, ArmMeasurement]:
-    """Make every arm, warm it up, then time one window of each in every round, after `rest` seconds of none.
+    """Make every arm, warm it up, then time one window of each in every round.
 
     An arm that fails at any point says why, and the others go on without it.
     """
@@ -211,15 +207,10 @@ def measure(
     gc.disable()  # it would leave the device idle now and then
     try:
         with GpuClock(device) as watch:
-            _take_turns(arms, found, rounds, rest, time_left, watch, say)
+            _take_turns(arms, found, rounds, time_left, watch, say)
     finally:
         gc.enable()
-    for name, arm in arms.items():
-        if profile is not None and isinstance(arm, StepArm) and time_left():
-            try:
-                found[name].kernels = profile(arm, device)
-            except Exception as error:  # the timings are good all the same
-                say(f"  {name}: no profile: {type(error).__name__}: {error}")
+    for arm in arms.values():
         arm.close()
     arms.clear()
     _release(device)
@@ -230,7 +221,6 @@ def _take_turns(
     arms: dict[str, Arm],
     found: dict[str, ArmMeasurement],
     rounds: int,
-    rest: float,
     time_left: Callable[[], bool],
     watch: GpuClock,
     say: Callable[[str], None],
@@ -244,7 +234,6 @@ def _take_turns(
             say(f"  round {number} of {rounds}, {(said - began) / number * (rounds - number):.0f} s left")
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
-            time.sleep(rest)
             window = _attempt(found[name], arms[name].window)
             if window is None:
                 arms.pop(name).close()

@@ -58,8 +58,6 @@ def _arm_record(arm: ArmMeasurement, rates: dict[str, float] | None, peak: float
     for name in ("clock_mhz", "power_w"):
         seen = [value for window in arm.windows if (value := getattr(window, name)) is not None]
         record[name] = statistics.median(seen) if seen else None
-    if arm.kernels is not None:
-        record["kernels"] = arm.kernels
     return record | {"windows": [asdict(window) for window in arm.windows]}
 
 
@@ -146,7 +144,6 @@ def full_record(settings: Settings, cases: list[dict[str, Any]], device: torch.d
         "settings": asdict(settings),
         "environment": environment(device, 1),
         "cases": cases,
-        "cost_of_length": cost_of_length(cases),
     }
 
 
@@ -166,18 +163,3 @@ def command_of(settings: Settings) -> str:
         else:
             words += [flag, str(value)]
     return shlex.join(words)
-
-
-def cost_of_length(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a token of a longer text costs each arm, in tokens of the shortest texts it was timed on."""
-    costs = []
-    shortest: dict[tuple[str, str], tuple[int, float]] = {}
-    measured = [case for case in cases if case["work"] == "lengths"]
-    for case in sorted(measured, key=lambda case: case["length"]):
-        for arm in case["arms"]:
-            if (rate := arm["tokens_per_s"]) is None:
-                continue
-            length, base = shortest.setdefault((case["kind"], arm["name"]), (case["length"], rate))
-            cost = {"length": case["length"], "against": length, "cost": base / rate}
-            costs.append({"kind": case["kind"], "arm": arm["name"], **cost})
-    return costs

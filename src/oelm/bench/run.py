@@ -10,7 +10,6 @@ import torch.compiler.config
 
 from oelm.bench.cases import Maker, Settings, make_cases
 from oelm.bench.measure import measure, omitted_product, square_product
-from oelm.bench.profile import profiled
 from oelm.bench.record import OMITTED, PEAK, case_record, full_record
 from oelm.errors import UserError
 from oelm.system.files import write_json
@@ -21,18 +20,14 @@ def run_bench(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
     json_file: Path | None = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Measure every case asked for. With `json_file` the record is written after each of them. `stopped` is
-    asked before every round; once it says so, what is measured by then is all."""
+    """Measure every case asked for. With `json_file` the record is written after each of them."""
     began = time.monotonic()
     torch.compiler.config.recompile_limit = 64  # arms share the code of their blocks
     # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
     torch.compiler.config.force_disable_caches = True
 
     def time_left() -> bool:
-        if stopped():
-            return False
         return settings.stop_after is None or time.monotonic() - began < settings.stop_after
 
     records: list[dict[str, Any]] = []
@@ -47,8 +42,7 @@ def run_bench(
         if case.work == "freezing":
             sizes = case.config.num_layers, case.config.d_model, case.tokens_per_step or 0
             products[OMITTED] = lambda sizes=sizes: omitted_product(device, *sizes)  # type: ignore[misc]
-        look = profiled if settings.profile else None
-        found = measure(products | case.arms, settings.rounds, device, time_left, say, settings.rest, look)
+        found = measure(products | case.arms, settings.rounds, device, time_left, say)
         records.append(case_record(case, found))
         torch.compiler.reset()
         if json_file is not None:

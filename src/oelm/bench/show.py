@@ -16,14 +16,14 @@ WORDS = {"texts_per_s": "texts/s", "tokens_per_s": "tokens/s", "step_s": "step t
 def read_record(path: Path) -> dict[str, Any]:
     """A record that `--json` has written."""
     record = read_json(path)
-    whole = isinstance(record, dict) and {"cases", "environment", "command", "cost_of_length"} <= set(record)
+    whole = isinstance(record, dict) and {"cases", "environment", "command"} <= set(record)
     if not whole or record.get("schema") != SCHEMA:
         raise UserError(f"{path} is not a record of oelm bench; such a file is written with --json")
     return record
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """The arms, the ratios, what freezing saves and what length costs, on standard output."""
+    """The arms, the ratios and what freezing saves, on standard output."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -39,8 +39,7 @@ def print_record(record: dict[str, Any]) -> None:
     for name, about in abouts:
         if about:
             console.print(f"{name}: {about}", soft_wrap=True)
-    tables = [_arms(record), _ratios(record), _savings(record), _costs(record)]
-    for table in [*tables, *(_kernels(case) for case in record["cases"])]:
+    for table in (_arms(record), _ratios(record), _savings(record)):
         if table.row_count:  # in full: a terminal that is too narrow wraps a line, but no number is cut
             needed = Measurement.get(console, console.options.update(width=1000), table).maximum
             console.print()
@@ -125,35 +124,6 @@ def _savings(record: dict[str, Any]) -> Any:
                 _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),
                 _number(found.get("peak_requested_bytes_saved")),
             )  # fmt: skip
-    return table
-
-
-def _costs(record: dict[str, Any]) -> Any:
-    table = _table("A token's cost, in tokens of the shortest texts", ["model", "arm"], ["T", "cost"])
-    for cost in record["cost_of_length"]:
-        table.add_row(cost["kind"], cost["arm"], str(cost["length"]), f"{cost['cost']:.2f}")
-    return table
-
-
-def _kernels(case: dict[str, Any]) -> Any:
-    """Microseconds of a step, kernel by kernel, the arms side by side."""
-    arms = {arm["name"]: arm["kernels"] for arm in case["arms"] if arm.get("kernels")}
-    table = _table(f"{case['work']}, {case['name']}: microseconds of a step", ["kernel"], list(arms))
-    spent: dict[str, dict[str, float]] = {}
-    for name, kernels in arms.items():
-        for kernel in kernels:
-            spent.setdefault(kernel["name"], {})[name] = kernel["seconds"] * 1e6
-    if not spent:
-        return table
-    sums = {name: sum(times.get(name, 0.0) for times in spent.values()) for name in arms}
-    rest = dict.fromkeys(arms, 0.0)
-    for kernel, times in sorted(spent.items(), key=lambda item: -max(item[1].values())):
-        if any(time > 0.01 * sums[name] for name, time in times.items()):
-            table.add_row(kernel, *(_number(times.get(name, 0.0)) for name in arms))
-        else:
-            rest = {name: total + times.get(name, 0.0) for name, total in rest.items()}
-    table.add_row("all others", *(_number(rest[name]) for name in arms))
-    table.add_row("sum", *(_number(sums[name]) for name in arms))
     return table
 
 

@@ -1,11 +1,7 @@
 """The verb bench: speed and memory on this machine, against peers."""
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, current_thread, main_thread
 from typing import Annotated, Any
 
 import typer
@@ -20,21 +16,19 @@ ON_CPU: dict[str, Any] = {
     "tokens_per_step": 1024,
     "steps": 10,
     "rounds": 3,
-    "lengths": "64,128,256",
 }
 ON_GPU: dict[str, Any] = {
     "max_length": 512,
     "tokens_per_step": 65536,
     "steps": 100,
     "rounds": 5,
-    "lengths": "512,1024,2048,4096",
 }
 # Flags that `oelm.bench.cases.Settings` takes as they are.
-SAME = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size", "rest", "profile")
+SAME = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size")
 
 
 def bench(
-    work: Annotated[str, typer.Option(help="classification, lm, freezing, lengths, or all.")] = "all",
+    work: Annotated[str, typer.Option(help="classification, lm, freezing, or all.")] = "all",
     size: Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ...")] = None,
     data: Annotated[
         list[str] | None, typer.Option(help="A prepared folder (oelm data prepare); may be repeated.")
@@ -48,19 +42,11 @@ def bench(
     max_length: Annotated[
         int | None, typer.Option(help="Longest window or synthetic text, in tokens.")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Text lengths of --work lengths, with commas.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary of synthetic texts, without --data.")] = 50257,
     leave_out: Annotated[str | None, typer.Option(help="Arms to leave out, with commas.")] = None,
     compile_: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile peers; default: on a GPU.")
     ] = None,
-    rest: Annotated[
-        float,
-        typer.Option(help="Idle seconds before each window, so that a GPU runs at its full clock."),
-    ] = 0.0,
-    profile: Annotated[
-        bool, typer.Option("--profile/--no-profile", help="Report the time of each kernel.")
-    ] = False,
     stop_after: Annotated[str | None, typer.Option(help="Start nothing new after 90s, 9m or 2h.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the ratios here, as SVG.")] = None,
@@ -85,36 +71,13 @@ def bench(
             raise UserError(f"{path} is a folder; name a file")
     if chart is not None and find_spec("matplotlib") is None:
         raise UserError("--chart needs matplotlib: pip install matplotlib, or keep the record with --json")
-    stopped = Event()
-    with _first_interrupt(stopped):
-        record = measured(given, json_file, stopped) if read is None else read_record(read)
+    record = measured(given, json_file) if read is None else read_record(read)
     if chart is not None:
         draw_chart(record, chart)
     print_record(record)
-    if stopped.is_set():
-        raise typer.Exit(130)
 
 
-@contextmanager
-def _first_interrupt(stopped: Event) -> Iterator[None]:
-    """Let the first Ctrl-C stop after the current round; a second one stops at once."""
-
-    def stop(*_: object) -> None:
-        say("stopping after this round; Ctrl-C again stops at once", err=True)
-        stopped.set()
-        signal.signal(signal.SIGINT, before)
-
-    if current_thread() is not main_thread():  # only the main thread can handle signals
-        yield
-        return
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> dict[str, Any]:
+def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
     """Run the benchmark with the machine's defaults for flags that were not given."""
     from oelm.bench.cases import WORKS, Settings
     from oelm.bench.run import run_bench
@@ -128,18 +91,9 @@ def measured(given: dict[str, Any], json_file: Path | None, stopped: Event) -> d
         work=WORKS if values["work"] == "all" else tuple(parts(values["work"])),
         size=values.get("size") or default_model(device),
         data=tuple(values.get("data", ())),
-        lengths=_numbers("--lengths", values["lengths"]),
         leave_out=tuple(parts(values.get("leave_out", ""))),
         compile=values.get("compile_", gpu),
         stop_after=seconds_of(values.get("stop_after")),
         **{key: values[key] for key in SAME},
     )
-    tell = lambda text: say(text, err=True)  # noqa: E731
-    return run_bench(settings, device, tell, json_file, stopped.is_set)
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    numbers = parts(text)
-    if not numbers or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise UserError(f"{flag} {text!r}: write lengths with commas between them, for example 512,1024")
-    return tuple(map(int, numbers))
+    return run_bench(settings, device, lambda text: say(text, err=True), json_file)
