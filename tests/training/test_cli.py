@@ -145,6 +145,57 @@ def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
     assert "clean. 65,536 parameters in 4 tensors" in out
 
 
+def test_a_narrow_terminal_cuts_nothing(oelm_cli, run, world, monkeypatch):
+    long = world / "narrow" / "a-run-with-a-name-that-is-as-long-as-a-whole-line-of-a-terminal"
+    shutil.copytree(run, long, ignore=shutil.ignore_patterns("checkpoints", "model"))
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = oelm_cli("status", "narrow")
+    assert "completed" in out and "60/60" in out and "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "".join(line.split()[0] for line in out.splitlines()[1:]) == long.name
+
+
+def test_nobody_reading_the_display_ends_no_run(world):
+    """`oelm train ... 2>&1 | head -1`: the run goes on to its end."""
+    arguments = [*TRAIN, "--set", "training.log_every=1", "--out", "runs/piped"]
+    environment = os.environ | {"OELM_CACHE_DIR": str(world / "cache")}
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "oelm", *arguments]
+    done = subprocess.run(command, cwd=world, env=environment, stdout=write, stderr=write)
+    os.close(write)
+    assert done.returncode == 0
+    assert json.loads((world / "runs" / "piped" / "results.json").read_text())["status"] == "completed"
+
+
+def test_watching_and_following_without_a_terminal(world, run):
+    """--watch prints a line per change, and `logs -f` waits for a run's first line."""
+    environment = os.environ | {"OELM_CACHE_DIR": str(world / "cache")}
+    python = [sys.executable, "-m", "oelm"]
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": world,
+        "env": environment,
+    }
+    with subprocess.Popen([*python, "status", "runs/a", "--watch"], **pipes) as watching:
+        assert watching.stdout.readline().split()[:4] == ["a", "completed", "mine", "oelm"]
+        watching.terminate()
+    with subprocess.Popen([*python, "logs", "runs/soon", "-f"], **pipes) as following:
+        assert "waiting for the first step" in following.stderr.readline()
+        shutil.copytree(run, world / "runs" / "soon", ignore=shutil.ignore_patterns("checkpoints", "model"))
+        out, _ = following.communicate(timeout=60)
+    assert out.startswith("step 10/60: loss") and following.returncode == 0
+
+
+def test_a_gpu_that_is_not_there_is_refused(oelm_cli, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for numbers, problem in (("7", "no such GPU"), ("first", "by number")):
+        code, _, err = oelm_cli(*TRAIN, "--gpu", numbers)
+        assert code == 2 and problem in err
+
+
 def test_status_and_logs(oelm_cli, run):
     code, out, _ = oelm_cli("status", "--json")
     (status,) = (s for s in json.loads(out) if s["folder"].endswith("a"))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,27 @@ def new_folder(path: Path | None) -> Path | None:
     return path
 
 
+def use_gpus(numbers: str | None) -> str | None:
+    """Callback of every --gpu: show this process those GPUs only, of the ones that it may use."""
+    if numbers is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        try:
+            chosen = [int(number) for number in parts(numbers)]
+            names = [parts(visible)[number] for number in chosen] if visible else list(map(str, chosen))
+        except (ValueError, IndexError):
+            names = []
+        if not names:
+            raise UserError(
+                f"--gpu {numbers}: name GPUs by number, such as 0 or 0,1, among those visible here"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        import torch  # only now: it looks at the variable once
+
+        if torch.cuda.device_count() != len(names):
+            raise UserError(f"--gpu {numbers}: there is no such GPU here; see nvidia-smi")
+    return numbers
+
+
 def seconds_of(text: str | None) -> float | None:
     """90s, 9m, 1.5h, or plain seconds."""
     if text is None:
@@ -47,6 +69,9 @@ TextPair = Annotated[str | None, typer.Option(help="Column of the second text.")
 Label = Annotated[str | None, typer.Option(help="Column of the label; default: label.")]
 MaxLength = Annotated[
     int | None, typer.Option(help="Tokens of a text or window; longer ones are cut. Default: 512.")
+]
+Gpu = Annotated[
+    str | None, typer.Option(help="Use this GPU, by number: 0, or 0,1.", callback=use_gpus, is_eager=True)
 ]
 STUDY_OUT = typer.Option(help="The study's folder; an unfinished one is resumed.", callback=new_folder)
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]

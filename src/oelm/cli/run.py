@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,6 +50,7 @@ def train(
     stop_at_chance: Annotated[
         bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
     ] = False,
+    gpu: options.Gpu = None,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -254,7 +254,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Which runs there are, how far they are, and the time left. Example: oelm status runs --watch"""
+    """Which runs there are, how far they are, the time left, and the GPUs' load.
+
+    Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
+    """
     from oelm.training.status import find_runs, gpu_load, run_status
 
     roots = folders or [Path("runs")]
@@ -270,50 +273,80 @@ def status(
     screen = console()
     if not watch:
         screen.print(picture())
-        return
-    with Live(picture(), console=screen, refresh_per_second=4) as live:
+    elif screen.is_terminal:
+        with Live(picture(), console=screen, refresh_per_second=4) as live:
+            while True:
+                time.sleep(2)
+                live.update(picture())
+    else:
+        told: dict[str, str] = {}
         while True:
+            for run in map(run_status, find_runs(roots)):
+                line = " ".join(filter(None, _cells(run, with_task=True)))
+                if told.get(run.folder) != line:
+                    told[run.folder] = line
+                    say(line)
             time.sleep(2)
-            live.update(picture())
 
 
 def status_table(runs: "list[RunStatus]") -> Any:
-    """One line per run; a terminal of 80 columns is wide enough."""
+    """One row per run. A narrow terminal breaks long names of runs; nothing is ever cut."""
     from rich.table import Table
     from rich.text import Text
 
-    from oelm.training.display import duration
-
     table = Table(box=None, pad_edge=False)
-    one_task = len({run.task for run in runs}) == 1  # then it has no column
-    for name in ("run", "status", *(() if one_task else ("task",)), "method", "step", "loss", "best", "left"):
-        table.add_column(
-            name, justify="right" if name in ("step", "loss", "best", "left") else "left", no_wrap=True
-        )
+    with_task = len({run.task for run in runs}) > 1
+    for name in (
+        "run",
+        "status",
+        *(("task",) if with_task else ()),
+        "method",
+        "step",
+        "loss",
+        "best",
+        "left",
+    ):
+        number = name in ("step", "loss", "best", "left")
+        wraps = name in ("run", "task", "method")
+        table.add_column(name, justify="right" if number else "left", no_wrap=not wraps, overflow="fold")
     colours = {"running": "cyan", "completed": "green", "failed": "red"}
     for run in runs:
-        table.add_row(
-            Text(re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name)),  # a study's runs end with their key
-            Text(run.status, style=colours.get(run.status, "yellow")),
-            *(() if one_task else (Text(run.task),)),
-            Text(run.method),
-            f"{run.step}/{run.of}" if run.of else "",
-            f"{run.loss:.3g}" if run.loss is not None else "",
-            f"{run.best:.4g}" if run.best is not None else "",
-            duration(run.left_s) if run.left_s is not None else "",
-        )
+        cells = [Text(cell) for cell in _cells(run, with_task)]
+        cells[1].stylize(colours.get(run.status, "yellow"))
+        table.add_row(*cells)
     return table
+
+
+def _cells(run: "RunStatus", with_task: bool) -> list[str]:
+    from oelm.training.display import duration
+
+    return [
+        re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name),  # a study's runs end with their key
+        run.status,
+        *((run.task,) if with_task else ()),
+        run.method,
+        f"{run.step}/{run.of}" if run.of else "",
+        f"{run.loss:.3g}" if run.loss is not None else "",
+        f"{run.best:.4g}" if run.best is not None else "",
+        duration(run.left_s) if run.left_s is not None else "",
+    ]
 
 
 @app.command()
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Wait for the first line, and keep printing new ones.")
+    ] = False,
 ) -> None:
     """A run's log. Example: oelm logs runs/x -f"""
     from oelm.training.status import is_locked
 
     path = run / "metrics.jsonl"
+    if follow and not path.is_file():
+        say(f"waiting for the first step of {run}; Ctrl-C ends", err=True)
+        while not path.is_file():
+            time.sleep(0.5)
     if not path.is_file():
         raise UserError(f"{run} has no metrics.jsonl: it is not a run, or has not logged a step yet")
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -325,7 +358,6 @@ def logs(
                 break
             else:
                 file.seek(file.tell() - len(line.encode()))
-                sys.stdout.flush()
                 time.sleep(0.5)
 
 

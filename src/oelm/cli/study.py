@@ -43,6 +43,7 @@ def study(
         list[Path] | None, typer.Option("--import", help="Import another machine's records, then stop.")
     ] = None,
     lang: options.Lang = "en",
+    gpu: options.Gpu = None,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -106,12 +107,12 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
     if as_json:
         left_out = [problem.to_dict() for problem in done.left_out]
         answer = {"folder": str(to), "runs": done.runs, "bytes": done.bytes, "left_out": left_out}
-        typer.echo(json.dumps(answer, ensure_ascii=False))
+        say(json.dumps(answer, ensure_ascii=False))
         return
     for reason in done.left_out:
-        typer.echo(f"left out: {reason}")
+        say(f"left out: {reason}")
     runs = f"{done.runs:,} run{'s' * (done.runs != 1)}"
-    typer.echo(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; oelm report {to} gives the same numbers")
+    say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; oelm report {to} gives the same numbers")
 
 
 def resolve_study(

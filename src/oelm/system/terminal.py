@@ -1,8 +1,10 @@
 """All output goes through here: a label or a file's name must not control the terminal."""
 
+import errno
+import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +19,26 @@ def plain(text: str) -> str:
 
 
 def say(text: Any = "", err: bool = False) -> None:
-    """Print a line to standard output, or to standard error."""
-    print(plain(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+    """Print a line to standard output, or to standard error.
+
+    What goes to standard error only accompanies the work, so a closed pipe or a lost terminal there is no
+    error. Without a reader of standard output (`| head`) there is nothing left to do: the process ends.
+    """
+    stream = sys.stderr if err else sys.stdout
+    try:
+        print(plain(str(text)), file=stream, flush=True)
+    except OSError as error:
+        if not err and error.errno != errno.EPIPE:
+            raise
+        silence(stream)
+        if not err:
+            raise SystemExit(0) from None
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that cannot be written any more write to nowhere."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def console(**options: Any) -> "Console":
@@ -30,5 +50,11 @@ def console(**options: Any) -> "Console":
         def render(self, *args: Any, **kwargs: Any) -> Any:
             for segment in super().render(*args, **kwargs):
                 yield segment if segment.control else Segment(plain(segment.text), segment.style)
+
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            silence(sys.stderr if self.stderr else sys.stdout)
+            if not self.stderr:
+                raise SystemExit(0)
 
     return PlainConsole(**options)
