@@ -1,0 +1,101 @@
+"""A run's test metric as a mean over independent test items, so that other test items can be imagined.
+
+Items that belong together (hypotheses of one premise, windows of one document) are one cluster: only clusters
+are independent. A metric that is no mean (macro F1, an F1 over entities, RMSE, a correlation) is a function of
+sums, and a cluster's value is its jackknife pseudo-value.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from oelm.training.predictions import item_scores
+
+Array = np.ndarray
+
+
+class ItemValues(NamedTuple):
+    """One entry per cluster, in the order of the clusters: the mean of `values` weighted by `sizes` is the
+    metric, of a perplexity or an RMSE its logarithm."""
+
+    values: Array  # (C,)
+    sizes: Array  # (C,)
+    items: int
+
+
+def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
+    """The metric by cluster; None where a run did not record what that needs."""
+    if metric in FUNCTIONS:
+        columns, function = FUNCTIONS[metric]
+        try:
+            rows = columns(arrays)
+        except KeyError:
+            return None
+        sums = _by_cluster(rows, arrays.get("groups"))
+        return ItemValues(_pseudo_values(sums, function), np.ones(len(sums)), len(rows))
+    items = item_scores("perplexity" if metric in ("loss", "bits_per_byte") else metric, arrays)
+    if items is None:
+        return None
+    sums = _by_cluster(np.stack([items.scores, items.weights], 1), items.groups)
+    sums = sums[sums[:, 1] > 0]
+    return ItemValues(sums[:, 0] / sums[:, 1], sums[:, 1], len(items.scores))
+
+
+def _by_cluster(rows: Array, groups: Array | None) -> Array:
+    """Sums (C, k) of the rows (N, k) of each cluster; without groups every row is one."""
+    if groups is None:
+        return rows
+    _, numbers = np.unique(groups, return_inverse=True)
+    return np.stack([np.bincount(numbers, column) for column in rows.T], 1)
+
+
+def _pseudo_values(sums: Array, function: Callable[[Array], Array]) -> Array:
+    """What each cluster contributes to a function of the sums; their mean is the function's value."""
+    total, clusters = sums.sum(axis=0), len(sums)
+    whole = function(total)
+    values = clusters * whole - (clusters - 1) * function(total - sums)
+    return values + (whole - values.mean())
+
+
+def _classes(arrays: Mapping[str, Array]) -> Array:
+    """Per item and class: 2 if it is rightly predicted, 0 otherwise; then how often it is meant or predicted."""
+    labels, predictions = (arrays[name].astype(np.int64) for name in ("labels", "predictions"))
+    classes = int(max(labels.max(), predictions.max())) + 1
+    meant, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]
+    return np.concatenate([2 * meant * predicted, meant + predicted], axis=1)
+
+
+def _macro_f1(sums: Array) -> Array:
+    right, seen = np.split(sums, 2, axis=-1)
+    return (right / np.maximum(seen, 1)).mean(axis=-1)
+
+
+def _entities(arrays: Mapping[str, Array]) -> Array:
+    seen = arrays["entities"] + arrays["entities_predicted"].astype(np.float64)
+    return np.stack([2.0 * arrays["entities_right"], seen], 1)
+
+
+def _numbers(arrays: Mapping[str, Array]) -> Array:
+    x, y = (arrays[name].astype(np.float64) for name in ("predictions", "labels"))
+    x, y = x - y.mean(), y - y.mean()
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
+
+
+def _log_rmse(sums: Array) -> Array:
+    n, _, _, xx, yy, xy = np.moveaxis(sums, -1, 0)
+    return 0.5 * np.log((xx + yy - 2 * xy) / n)
+
+
+def _correlation(sums: Array) -> Array:
+    n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
+    return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
+
+
+# Metrics that are functions of sums over items: what is summed, and the function.
+FUNCTIONS: dict[str, tuple[Callable[[Mapping[str, Array]], Array], Callable[[Array], Array]]] = {
+    "f1_macro": (_classes, _macro_f1),
+    "entity_f1": (_entities, lambda sums: sums[..., 0] / np.maximum(sums[..., 1], 1)),
+    "rmse": (_numbers, _log_rmse),
+    "pearson": (_numbers, _correlation),
+}

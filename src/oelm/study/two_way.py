@@ -1,0 +1,113 @@
+"""The deciding interval: how a difference would vary with other seeds and other test items together.
+
+Differences form a table of S seeds x I items, where an item is a cluster of test items that belong together (a
+premise with its hypotheses, a document with its windows). Seeds and items are both drawn from many, so both add
+to the variance of the mean. It is estimated from the mean squares of a two-way layout, and its degrees of
+freedom are Satterthwaite's.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oelm.errors import UserError
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A mean difference with its interval over seeds and items; without variation there is no interval.
+
+    `seed_variance` is what one more seed averages out (its own effect and its noise on these items);
+    `item_variance` is that of the mean over these items, whatever the number of seeds.
+    """
+
+    seeds: int
+    items: int
+    mean: float
+    error: float | None  # standard error
+    df: float | None
+    seed_variance: float
+    item_variance: float
+    level: float
+    low: float | None
+    high: float | None
+    p: float | None  # of "no difference", two-sided
+
+    @property
+    def share_items(self) -> float | None:
+        """The share of the variance that more seeds cannot remove."""
+        total = self.item_variance + self.seed_variance / self.seeds
+        return self.item_variance / total if total > 0 else None
+
+    def margin_p(self, margin: float) -> float | None:
+        """Of "the difference is not within the margin": the larger of two one-sided tests (TOST)."""
+        from scipy import stats
+
+        if self.error is None or self.df is None:
+            return None
+        return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.df))
+
+    def half_width(self, seeds: float = math.inf) -> float:
+        """Half of the 95 % interval that so many seeds on these items would give, about."""
+        from scipy import stats
+
+        by_seed, by_item = self.seed_variance / seeds, self.item_variance
+        total = by_seed**2 / max(1.0, seeds - 1) + by_item**2 / (self.items - 1)
+        df = (by_seed + by_item) ** 2 / total if total else 1.0
+        return float(stats.t.ppf((1 + self.level) / 2, df) * math.sqrt(by_seed + by_item))
+
+
+def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall:
+    """The mean of a table of differences (seeds, items), each item weighted by its size.
+
+    With mean squares MS of seeds, items and the rest, the variance of the mean is
+    (max(MS_seeds, MS_rest) + MS_items - MS_rest) / (S I).
+    """
+    from scipy import stats
+
+    table = np.asarray(differences, dtype=np.float64)
+    if table.ndim != 2 or not table.size or not np.isfinite(table).all():
+        raise UserError("differences must be a table of finite numbers, seeds x items")
+    seeds, items = table.shape
+    weights = np.ones(items) if sizes is None else np.asarray(sizes, dtype=np.float64)
+    weights = weights / weights.mean()
+    mean = float((table * weights).sum() / (seeds * items))
+    # The sizes are drawn with the items: each pulls the weighted mean by its size times its distance from it.
+    table = mean + weights * (table - mean)
+    by_seed, by_item = table.mean(axis=1), table.mean(axis=0)
+    rest = table - by_seed[:, None] - by_item + mean
+    nothing = Overall(seeds, items, mean, None, None, 0.0, 0.0, level, None, None, None)
+    if seeds < 2 or items < 2:
+        return nothing
+    ms_seed = items * float(((by_seed - mean) ** 2).sum()) / (seeds - 1)
+    ms_item = seeds * float(((by_item - mean) ** 2).sum()) / (items - 1)
+    ms_rest = float((rest**2).sum()) / ((seeds - 1) * (items - 1))
+    if ms_seed < ms_rest:  # the seeds' own effect is estimated as 0
+        variance, df = ms_item / (seeds * items), float(items - 1)
+    else:
+        variance = (ms_seed + ms_item - ms_rest) / (seeds * items)
+        parts = (ms_seed**2, seeds - 1), (ms_item**2, items - 1), (ms_rest**2, (seeds - 1) * (items - 1))
+        total = sum(square / degrees for square, degrees in parts)
+        df = (ms_seed + ms_item - ms_rest) ** 2 / total if total else 1.0
+    if variance <= max(1e-9 * abs(mean), 1e-12) ** 2:
+        return (
+            Overall(**{**vars(nothing), "p": 1.0, "low": 0.0, "high": 0.0}) if abs(mean) < 1e-12 else nothing
+        )
+    error = math.sqrt(variance)
+    half = float(stats.t.ppf((1 + level) / 2, df)) * error
+    item_variance = max(0.0, ms_item - ms_rest) / (seeds * items)
+    return Overall(
+        seeds, items, mean, error, df, max(ms_seed, ms_rest) / items, item_variance, level,
+        mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, df)),
+    )  # fmt: skip
+
+
+def seeds_needed(found: Overall, half_width: float, most: int = 1000) -> int | None:
+    """The fewest seeds whose 95 % interval is at most that wide to each side; None if no number is enough."""
+    if found.half_width() > half_width:
+        return None
+    return next((seeds for seeds in range(2, most + 1) if found.half_width(seeds) <= half_width), None)
