@@ -1,8 +1,8 @@
 """A run's test metric as a mean over independent test items, so that other test items can be imagined.
 
-Items that belong together (hypotheses of one premise, windows of one document) are one cluster: only clusters
-are independent. A metric that is no mean (macro F1, an F1 over entities, RMSE, a correlation) is a function of
-sums, and a cluster's value is its jackknife pseudo-value.
+Items that belong together (hypotheses of one premise, windows of one document) are one cluster: only
+clusters are independent. A metric that is no mean (macro F1, an F1 over entities, RMSE, a correlation) is a
+function of sums, and a cluster's value is its jackknife pseudo-value.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +26,8 @@ class ItemValues(NamedTuple):
 
 def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
     """The metric by cluster; None where a run did not record what that needs."""
+    order = np.argsort(arrays["ids"], kind="stable")
+    arrays = {name: column[order] for name, column in arrays.items()}
     if metric in FUNCTIONS:
         columns, function = FUNCTIONS[metric]
         try:
@@ -59,7 +61,7 @@ def _pseudo_values(sums: Array, function: Callable[[Array], Array]) -> Array:
 
 
 def _classes(arrays: Mapping[str, Array]) -> Array:
-    """Per item and class: 2 if it is rightly predicted, 0 otherwise; then how often it is meant or predicted."""
+    """Per item, for every class: 2 if it is rightly predicted; then how often it is meant or predicted."""
     labels, predictions = (arrays[name].astype(np.int64) for name in ("labels", "predictions"))
     classes = int(max(labels.max(), predictions.max())) + 1
     meant, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]

@@ -1,13 +1,13 @@
 """The deciding interval: how a difference would vary with other seeds and other test items together.
 
-Differences form a table of S seeds x I items, where an item is a cluster of test items that belong together (a
-premise with its hypotheses, a document with its windows). Seeds and items are both drawn from many, so both add
-to the variance of the mean. It is estimated from the mean squares of a two-way layout, and its degrees of
-freedom are Satterthwaite's.
+Differences form a table of S seeds x I items, where an item is a cluster of test items that belong together
+(a premise with its hypotheses, a document with its windows). Seeds and items are both drawn from many, so
+both add to the variance of the mean. It is estimated from the mean squares of a two-way layout, and its
+degrees of freedom are Satterthwaite's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,9 +94,7 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
         total = sum(square / degrees for square, degrees in parts)
         df = (ms_seed + ms_item - ms_rest) ** 2 / total if total else 1.0
     if variance <= max(1e-9 * abs(mean), 1e-12) ** 2:
-        return (
-            Overall(**{**vars(nothing), "p": 1.0, "low": 0.0, "high": 0.0}) if abs(mean) < 1e-12 else nothing
-        )
+        return replace(nothing, low=0.0, high=0.0, p=1.0) if abs(mean) < 1e-12 else nothing
     error = math.sqrt(variance)
     half = float(stats.t.ppf((1 + level) / 2, df)) * error
     item_variance = max(0.0, ms_item - ms_rest) / (seeds * items)
