@@ -2,7 +2,8 @@
 
 Comparing our paths with each other cannot find a fault that they share. Trainer brings its own model code
 (GPT-2), AdamW groups, clipping, accumulation and schedule; the runs themselves are in benchmarks/oracle.py.
-In fp32 the two differ by rounding alone, which 200 steps at these rates carry to some 1e-7 of a loss.
+In fp32 the two differ by rounding alone. How far 200 steps carry that depends on the task: where losses come
+near 0, a run of Trainer from weights that differ in their last bit says how far.
 """
 
 from pathlib import Path
@@ -35,12 +36,21 @@ def run_config(task: dict[str, Any], model: str, method: str, **training: Any) -
     return make_config(values | {"training": defaults | more | training})
 
 
-def check_same(ours: dict[str, Any], theirs: dict[str, Any], times: float = 1.0) -> None:
+def check_same(ours: dict[str, Any], theirs: dict[str, Any], rounded: dict[str, Any] | None = None) -> None:
+    """Losses and norms agree; where `rounded`, a run that differs from `theirs` by the rounding of its start,
+    is further away than the usual bound, four times its distance is allowed."""
     assert len(ours["training_loss"]) == STEPS
-    assert ours["training_loss"] == pytest.approx(theirs["training_loss"], rel=times * CLOSE)
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=times * CLOSE_NORM)
+    for name, close in (("training_loss", CLOSE), ("grad_norm", CLOSE_NORM)):
+        if rounded is not None:
+            close = max(close, 4 * distance(rounded[name], theirs[name]))
+        assert distance(ours[name], theirs[name]) <= close
     # A model that learns nothing would agree with anything.
     assert sum(ours["training_loss"][-20:]) < 0.9 * sum(ours["training_loss"][:20])
+
+
+def distance(values: list[float], others: list[float]) -> float:
+    """The largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(values, others, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +116,26 @@ def test_a_classifier_learns_in_our_loop_as_in_trainer(name, lr, tmp_path):
     task = {"max_length": 32}
     training = {"lr": lr, "warmup": 0, "batch_size": 6, "test": True, "choose_on": "last"}
     config = run_config(task, model_name, "baseline", **training)
-    model = build_model(config, store)[0]
-    theirs = oracle.train_by_trainer(model, Texts(store, config), config.training, tmp_path / "t", CPU, [])
-    weights = model.state_dict()
+
+    def by_trainer(factor: float) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        model = build_model(config, store)[0]
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        out = tmp_path / f"trainer-{factor}"
+        curve = oracle.train_by_trainer(model, Texts(store, config), config.training, out, CPU, [])
+        return curve, model.state_dict()
+
+    theirs, weights = by_trainer(1.0)
+    rounded, other_weights = by_trainer(1 + 2.0**-23)
     for fast in (True, False):
         out = tmp_path / f"fast-{fast}"
         ours = oracle.our_run(run_config(task, model_name, "baseline", fast=fast, **training), store, out)
-        times = 100 if name != "bert" else 1  # losses near 0 magnify rounding
-        check_same(ours, theirs, times)
+        check_same(ours, theirs, rounded)
         saved = load_file(out / "model" / "model.safetensors")
         assert saved.keys() == weights.keys()
         for key, value in saved.items():
             # Adam makes of a gradient that is 0 but for rounding a step like any other: a key's bias shifts
             # all scores of a query alike, so nothing depends on it.
-            tolerance = times * (1e-2 if key.endswith("key.bias") else 1e-5)
+            usual = 1e-2 if key.endswith("key.bias") else 1e-5
+            tolerance = max(usual, 4 * float((other_weights[key] - weights[key]).abs().max()))
             assert torch.allclose(value, weights[key], rtol=0, atol=tolerance), key
