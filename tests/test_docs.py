@@ -1,15 +1,25 @@
-"""docs/pretrained.md: its commands and its program run as they stand, on a tiny model under the same name."""
+"""docs/pretrained.md: its commands and its program run as they stand, on a tiny model under the same name.
+
+docs/reports.md: its commands, options, methods, models and experiments exist.
+"""
 
 import re
 import shlex
 from pathlib import Path
 
 import transformers
+import typer
 
 import oelm
+from oelm.cli.main import app
+from oelm.config import resolve_config
+from oelm.models.gpt_sizes import SIZES
+from oelm.study.catalogue import list_experiments
 from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 
-PAGE = (Path(__file__).parents[1] / "docs" / "pretrained.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "pretrained.md").read_text()
+REPORTS = (DOCS / "reports.md").read_text()
 
 
 def blocks(language):
@@ -40,3 +50,27 @@ def test_every_method_it_names_is_a_preset():
     names = re.findall(r"^\| `([a-z0-9-]+)`(?:, `([a-z0-9-]+)`)? \|", PAGE, flags=re.MULTILINE)
     named = {name for pair in names for name in pair if name}
     assert {"baseline", "frozen", "oelm-polar-scaled", "linear-probe", "top-2"} <= named <= set(oelm.PRESETS)
+
+
+def test_every_command_of_the_page_on_the_reports_exists():
+    known = {experiment.id for experiment in list_experiments()}
+    commands = re.findall(r"`(?:torchrun \S+ \d -m )?oelm ([a-z][^`]*)`", REPORTS)
+    assert len(commands) >= 20
+    for line in commands:
+        words, command = shlex.split(line), typer.main.get_command(app)
+        while words and isinstance(getattr(command, "commands", None), dict):
+            command = command.commands[words.pop(0)]
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, line
+        if command.name == "train" and words[0][0] not in ".-":
+            assert words[0] in known, line
+    assert all(id in REPORTS for id in known)
+
+
+def test_its_methods_models_and_keys_exist():
+    methods = re.findall(r"--methods? ([a-z0-9,-]+)", REPORTS)
+    methods += re.findall(r"\| `((?:oelm|random)-[a-z-]+)` \|", REPORTS)
+    assert {name for names in methods for name in names.split(",")} <= set(oelm.PRESETS)
+    assert set(re.findall(r"`(gpt2?-[a-z0-9-]+)`", REPORTS)) <= set(SIZES)
+    for setting in re.findall(r"--set ((?:training|model)\.[a-z_]+=[0-9.]+)", REPORTS):
+        resolve_config({"task": {"name": "imdb"}}, None, {}, [setting])

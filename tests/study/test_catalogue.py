@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
+from oelm.cli.experiments import _render
 from oelm.data.catalogue import TASKS
 from oelm.errors import UserError
 from oelm.method import get_method
@@ -29,46 +31,162 @@ def hours(h: int, m: int = 0, s: int = 0) -> int:
     return 3600 * h + 60 * m + s
 
 
+def timing(*seconds: float) -> dict[str, float]:
+    """The seconds per step of a timing_stats.json."""
+    names = ("mean", "std", "median", "min", "max", "p95", "p99")
+    return {f"{name}_seconds_per_step": value for name, value in zip(names, seconds, strict=True)}
+
+
 # ID: task, model, method, learning rate, length of the run, published figures in percent, PPL, loss, seconds.
 # fmt: off
 ROWS: dict[str, tuple[str, str, str, float, int, dict[str, float]]] = {
     "M512-GPT": ("tinystories", GPT, "baseline", 5e-4, 100_000,
-                 {"perplexity": 4.14, "loss": 1.4215, "time_s": hours(6, 30)}),
+                 {"perplexity": 4.14, "loss": 1.4215, "best_loss": 1.4215, "last_training_loss": 1.4600,
+                  "time_s": hours(6, 30), "checkpoint_mb": 514,
+                  "perplexity_per_parameter": 9.22e-8, "perplexity_per_hour": 0.637}),
     "M512-OELM": ("tinystories", GPT, "oelm-global-trainable", 5e-4, 100_000,
-                  {"perplexity": 4.66, "loss": 1.5389, "time_s": hours(5)}),
-    "M512-OELM-frozen": ("tinystories", GPT, "oelm-global", 5e-4, 100_000, {"loss": 1.5971}),
+                  {"perplexity": 4.66, "loss": 1.5389, "best_loss": 1.5389, "last_training_loss": 1.5946,
+                   "time_s": hours(5), "relative_speed": 0.29, "checkpoint_mb": 490,
+                   "perplexity_per_parameter": 1.12e-7, "perplexity_per_hour": 0.932}),
+    "M512-OELM-frozen": ("tinystories", GPT, "oelm-global", 5e-4, 100_000,
+                         {"perplexity": 4.94, "loss": 1.5971, "best_loss": 1.5971,
+                          "last_training_loss": 1.6755, "checkpoint_mb": 490}),
     "GPT-01": ("tinystories", GPT, "baseline", 3e-4, 100_000,
-               {"perplexity": 4.27, "time_s": hours(4, 31), "seconds_per_step": 0.184}),
+               {"perplexity": 4.27, "loss": 1.4516, "best_loss": 1.4514286, "time_s": hours(4, 31, 27),
+                "seconds_per_step": 0.184, "steps_measured": 99_899, "validation_time_s": 7268.8,
+                "validations": 99, "checkpoint_mb": 514,
+                **timing(0.0836594, 0.0303154, 0.0622322, 0.0557398, 0.1869414, 0.1479120, 0.1741810)}),
     "GPT-02": ("tinystories", GPT, "oelm", 1e-3, 100_000,
-               {"perplexity": 4.69, "time_s": hours(4, 32), "seconds_per_step": 0.184}),
+               {"perplexity": 4.69, "loss": 1.5456, "time_s": hours(4, 32, 46), "seconds_per_step": 0.184,
+                "mean_seconds_per_step": 0.083535, "validation_time_s": 7393, "checkpoint_mb": 490}),
     "GPT-03": ("tinystories", GPT, "oelm-random", 1e-3, 100_000,
-               {"perplexity": 4.97, "time_s": hours(4, 15)}),
+               {"perplexity": 4.97, "loss": 1.6038, "best_loss": 1.6037630, "time_s": hours(4, 15, 18),
+                "seconds_per_step": 0.184, "steps_measured": 99_899, "validation_time_s": 7021.4,
+                "validations": 99, "checkpoint_mb": 490,
+                **timing(0.0768998, 0.0248614, 0.0622793, 0.0563219, 0.1867454, 0.1318567, 0.1649102)}),
     "GPT-04": ("openwebtext", GPT, "baseline", 3e-4, 100_000,
-               {"perplexity": 47.24, "time_s": hours(9, 10)}),
-    "GPT-05": ("openwebtext", GPT, "oelm", 1e-3, 100_000, {"perplexity": 54.29, "time_s": hours(9, 8)}),
+               {"perplexity": 47.24, "loss": 3.855, "best_loss": 3.8553374, "time_s": hours(9, 10, 18),
+                "seconds_per_step": 0.184, "steps_measured": 149_899, "validation_time_s": 4848.7,
+                "validations": 149,
+                **timing(0.1836593, 0.0561986, 0.1673197, 0.0573537, 0.3683894, 0.2840400, 0.3275398)}),
+    "GPT-05": ("openwebtext", GPT, "oelm", 1e-3, 100_000,
+               {"perplexity": 54.29, "loss": 3.994, "best_loss": 3.9944218, "time_s": hours(9, 8, 46),
+                "relative_time": -0.004, "seconds_per_step": 0.184, "steps_measured": 149_899,
+                "validation_time_s": 4707.5, "validations": 149,
+                **timing(0.1840975, 0.0529620, 0.1695027, 0.0591595, 0.3834020, 0.2815625, 0.3244827)}),
     "GPT-06": ("wikitext-103", GPT, "baseline", 3e-4, 200_000,
-               {"perplexity": 25.13, "loss": 3.224, "time_s": hours(3, 49, 35), "seconds_per_step": 0.06168}),
+               {"perplexity": 25.13, "loss": 3.224, "best_loss": 3.224, "time_s": hours(3, 49, 35),
+                "seconds_per_step": 0.06168, "median_seconds_per_step": 0.06169, "steps_measured": 199_899,
+                "validation_time_s": 586.9}),
     "GPT-07": ("wikitext-103", GPT, "oelm", 1e-3, 200_000,
-               {"perplexity": 29.03, "loss": 3.368, "time_s": hours(3, 47, 29), "seconds_per_step": 0.06123}),
+               {"perplexity": 29.03, "loss": 3.368, "best_loss": 3.368, "time_s": hours(3, 47, 29),
+                "relative_time": -0.009, "seconds_per_step": 0.06123, "median_seconds_per_step": 0.06125,
+                "steps_measured": 199_899, "validation_time_s": 591.1}),
     "IMDB-baseline": ("imdb", GPT, "baseline", 3e-4, 3,
-                      {"best": 78.56, "final": 69.37, "loss": 0.639, "time_s": hours(0, 22, 51)}),
+                      {"best": 78.56, "final": 69.368, "loss": 0.639, "time_s": hours(0, 22, 51)}),
     "IMDB-oelm": ("imdb", GPT, "oelm", 1e-3, 3,
-                  {"best": 85.70, "final": 85.70, "loss": 0.405, "time_s": hours(0, 22, 1)}),
+                  {"best": 85.70, "final": 85.70, "loss": 0.405, "time_s": hours(0, 22, 1),
+                   "relative_time": -0.036}),
     "AGNews-baseline": ("ag_news", GPT, "baseline", 3e-4, 3,
                         {"best": 87.05, "final": 82.49, "loss": 0.512, "time_s": hours(1, 19, 12)}),
     "AGNews-oelm": ("ag_news", GPT, "oelm", 1e-3, 3,
-                    {"best": 92.74, "final": 92.09, "loss": 0.266, "time_s": hours(1, 14, 41)}),
+                    {"best": 92.74, "final": 92.09, "loss": 0.266, "time_s": hours(1, 14, 41),
+                     "relative_time": -0.057}),
     "XNLI-GPT-baseline": ("xnli", GPT, "baseline", 3e-4, 2,
                           {"best": 46.39, "final": 44.90, "loss": 1.035, "time_s": hours(3, 12, 59)}),
     "XNLI-GPT-oelm": ("xnli", GPT, "oelm", 1e-3, 2,
-                      {"best": 57.99, "final": 57.99, "loss": 0.902, "time_s": hours(2, 32, 22)}),
+                      {"best": 57.99, "final": 57.99, "loss": 0.902, "time_s": hours(2, 32, 22),
+                       "relative_time": -0.21}),
     "XNLI-01": ("xnli", BERT, "random-trainable", 2e-5, 3,
-                {"best": 76.71, "time_s": 11_971, "seconds_per_step": 0.162}),
-    "XNLI-02": ("xnli", BERT, "oelm", 1e-4, 3, {"best": 77.79, "time_s": 5_138, "seconds_per_step": 0.069}),
-    "SST2-01": ("sst2", BERT, "baseline", 2e-5, 3, {"best": 93.12}),
-    "SST2-02": ("sst2", BERT, "oelm", 1e-4, 3, {"best": 91.28}),
-    "MNLI-01": ("mnli", BERT, "baseline", 2e-5, 3, {"best": 83.44}),
-    "MNLI-02": ("mnli", BERT, "oelm", 1e-4, 3, {"best": 82.23}),
+                {"best": 76.71, "loss": 0.523, "epochs_to_converge": 2.5, "steps": 73_632, "time_s": 11_971,
+                 "wall_time_s": hours(3, 48), "seconds_per_step": 0.162}),
+    "XNLI-02": ("xnli", BERT, "oelm", 1e-4, 3,
+                {"best": 77.79, "loss": 0.498, "epochs_to_converge": 2.0, "steps": 73_632, "time_s": 5_138,
+                 "relative_time": -0.571, "wall_time_s": hours(4, 2), "seconds_per_step": 0.069}),
+    "SST2-01": ("sst2", BERT, "baseline", 2e-5, 3,
+                {"best": 93.12, "best_f1": 0.9389, "loss": 0.2518, "steps": 6_315, "time_s": hours(0, 29, 45),
+                 "seconds_per_step": 0.284, "interleaved_seconds_per_step": 0.3218,
+                 "interleaved_training_time_s": 2000.1, "interleaved_wall_time_s": 2116.7,
+                 "checkpoint_mb": 1140}),
+    "SST2-02": ("sst2", BERT, "oelm", 1e-4, 3,
+                {"best": 91.28, "best_f1": 0.9159, "loss": 0.3152, "last_training_loss": 0.0054,
+                 "steps": 6_315, "time_s": hours(0, 35, 48), "relative_time": -0.57,
+                 "seconds_per_step": 0.336, "interleaved_seconds_per_step": 0.3262,
+                 "interleaved_training_time_s": 2027.4, "interleaved_wall_time_s": 2144.9,
+                 "checkpoint_mb": 1140}),
+    "MNLI-01": ("mnli", BERT, "baseline", 2e-5, 3,
+                {"best": 83.44, "best_f1": 0.8885, "loss": 0.5074, "time_s": hours(4), "validations": 73}),
+    "MNLI-02": ("mnli", BERT, "oelm", 1e-4, 3,
+                {"best": 82.23, "best_f1": 0.8758, "loss": 0.5620, "time_s": hours(4), "relative_time": -0.57,
+                 "validations": 73}),
+}
+
+# Parameters in all and frozen, as published: the rest is trained.
+PARAMETERS = {
+    "M512-GPT": (44_896_768, 0), "M512-OELM": (41_751_040, 0), "M512-OELM-frozen": (44_896_768, 3_145_728),
+    **{f"GPT-0{i}": (44_896_768, 0 if i in (1, 4, 6) else 3_145_728) for i in range(1, 8)},
+    "IMDB-baseline": (44_897_794, 0), "IMDB-oelm": (44_897_794, 3_145_728),
+    "AGNews-baseline": (44_898_820, 0), "AGNews-oelm": (44_898_820, 3_145_728),
+    "XNLI-GPT-baseline": (44_898_307, 0), "XNLI-GPT-oelm": (44_898_307, 3_145_728),
+    "XNLI-01": (109_484_547, 0), "XNLI-02": (109_484_547, 14_174_208),
+    "SST2-01": (109_480_000, 0), "SST2-02": (109_480_000, 14_170_000),
+    "MNLI-01": (109_484_547, 0), "MNLI-02": (109_484_547, 14_174_208),
+}
+
+# Validation by step: thousands of steps, and the losses, accuracies (per cent) or F1 at these.
+M512_STEPS = (*range(1, 11), *range(15, 100, 5), 99)
+SST2_STEPS, LATE = (0.5, 1, 2, 3, 4, 6), tuple(i / 2 for i in range(1, 13))
+HISTORIES: dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]] = {
+    ("M512-GPT", "history"): (M512_STEPS, (
+        3.7234, 2.8164, 2.3812, 2.1802, 2.0468, 1.9679, 1.9091, 1.8660, 1.8338, 1.8044, 1.7084, 1.6428,
+        1.6051, 1.5727, 1.5465, 1.5235, 1.5060, 1.4948, 1.4813, 1.4724, 1.4653, 1.4578, 1.4517, 1.4473,
+        1.4434, 1.4380, 1.4328, 1.4215)),
+    ("M512-OELM", "history"): (M512_STEPS, (
+        3.8295, 3.0094, 2.6056, 2.3830, 2.2195, 2.1328, 2.0647, 2.0186, 1.9806, 1.9482, 1.8609, 1.7943,
+        1.7488, 1.7111, 1.6812, 1.6565, 1.6373, 1.6191, 1.6038, 1.5900, 1.5769, 1.5651, 1.5549, 1.5466,
+        1.5396, 1.5405, 1.5427, 1.5389)),
+    ("M512-OELM-frozen", "history"): ((99, 99.9), (1.5985, 1.5971)),
+    ("GPT-01", "history"): ((20, 61), (1.7315, 1.5057)),
+    ("GPT-02", "history"): ((19, 59), (1.8482, 1.6176)),
+    ("SST2-01", "history"): (SST2_STEPS, (0.2987, 0.2876, 0.2765, 0.2689, 0.2612, 0.2518)),
+    ("SST2-01", "accuracy_history"): (SST2_STEPS, (90.14, 91.06, 92.09, 92.43, 92.66, 93.12)),
+    ("SST2-01", "f1_history"): (SST2_STEPS, (0.9012, 0.9123, 0.9234, 0.9287, 0.9312, 0.9389)),
+    ("SST2-02", "history"): (LATE, (
+        0.3380, 0.3125, 0.3052, 0.2987, 0.3012, 0.3078, 0.2989, 0.3056, 0.3674, 0.3710, 0.3096, 0.3152)),
+    ("SST2-02", "accuracy_history"): (LATE, (
+        88.19, 88.76, 90.25, 90.83, 91.17, 91.28, 91.42, 91.31, 90.25, 90.83, 91.17, 91.28)),
+    ("SST2-02", "f1_history"): (LATE, (
+        0.8872, 0.8901, 0.9031, 0.9127, 0.9143, 0.9159, 0.9168, 0.9154, 0.9031, 0.9127, 0.9143, 0.9159)),
+    ("MNLI-01", "history"): ((0.5, 2), (1.0553, 0.7669)),
+    ("MNLI-01", "accuracy_history"): ((0.5, 2, 4, 6, 8, 10), (46.14, 66.37, 77.89, 80.90, 80.72, 81.39)),
+    ("MNLI-01", "f1_history"): ((0.5, 2), (0.6267, 0.7966)),
+    ("MNLI-02", "history"): ((0.5, 2), (0.9202, 0.6790)),
+    ("MNLI-02", "accuracy_history"): ((0.5, 2, 4, 6, 8, 10), (58.87, 71.92, 77.82, 77.69, 77.82, 76.46)),
+    ("MNLI-02", "f1_history"): ((0.5, 2), (0.7567, 0.8361)),
+}
+EPOCH_TIMES = {
+    "GPT-04": [6709.98, 6409.81, 5617.39, 5429.67, 3928.70, 4217.09],
+    "GPT-05": [6650.03, 6357.54, 5566.41, 5451.83, 3930.88, 4180.78],
+}
+
+# Which fields of a recipe a report states, beside task, model, method and learning rate, and which are our
+# own choice; the rest is only in the group's scripts.
+STATED = {
+    "M512": "task.max_length task.tokenizer model.dropout steps batch_size warmup schedule weight_decay clip "
+            "eval_every save_every choose_on",
+    "GPT": "task.max_length steps batch_size choose_on",
+    "classifier": "task.max_length batch_size",
+    "BERT, XNLI": "task.train_on epochs batch_size choose_on",
+    "BERT, GLUE": "epochs choose_on",
+}
+STATED_TOO = {
+    **{f"GPT-0{i}": "eval_every" for i in (1, 2, 3)},
+    **{f"IMDB-{method}": "epochs" for method in ("baseline", "oelm")},
+    **{f"SST2-0{i}": "task.max_length task.tokenizer batch_size warmup weight_decay clip eval_every"
+       for i in (1, 2)},
+}
+OURS = {
+    "M512-GPT": "betas precision", "M512-OELM": "betas precision", "M512-OELM-frozen": "lr betas precision",
 }
 # fmt: on
 VARIANT = "M512-OELM-frozen"
@@ -145,12 +263,41 @@ def test_each_published_figure_is_the_reports(id):
     published = dict(get_experiment(id).published)
     assert published.pop("split") == ("test" if task in CHOSEN_ON_TEST else "validation")
     assert all(isinstance(note, str) for note in published.pop("notes"))
-    assert published.pop("seed", None) == (42 if id.startswith("GPT-") else None)
-    assert published == pytest.approx(
-        {PERCENT.get(key, key): value / 100 if key in PERCENT else value for key, value in expected.items()}
-    )
+    total, frozen = PARAMETERS[id]
+    assert published.pop("parameters") == {"total": total, "trainable": total - frozen, "frozen": frozen}
+    assert published.pop("epoch_times_s", None) == pytest.approx(EPOCH_TIMES.get(id), abs=0.06)
+    histories = {key: published.pop(key) for key in list(published) if key.endswith("history")}
+    assert histories.keys() == {key for experiment, key in HISTORIES if experiment == id}
+    for key, points in histories.items():
+        thousands, values = HISTORIES[id, key]
+        scale = 100 if key == "accuracy_history" else 1
+        assert [step for step, _ in points] == [1000 * step for step in thousands]
+        assert [scale * value for _, value in points] == pytest.approx(values)
+    figures = {
+        PERCENT.get(key, key): value / 100 if key in PERCENT else value for key, value in expected.items()
+    }
+    assert published == pytest.approx(figures, rel=1e-5)
     if {"perplexity", "loss"} <= set(published):
         assert math.exp(published["loss"]) == pytest.approx(published["perplexity"], rel=1e-3)
+
+
+@pytest.mark.parametrize("id", ROWS)
+def test_every_key_of_a_recipe_has_one_source(id):
+    experiment = get_experiment(id)
+    keys = {f"{section}.{key}" for section, values in experiment.config.items() for key in values}
+    listed = [key for source in experiment.sources.values() for key in source]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == keys
+    assert list(experiment.sources) == ["report", "scripts", "ours"]
+
+    def whole(names: str) -> set[str]:
+        return {name if "." in name else f"training.{name}" for name in names.split()}
+
+    ours = whole(OURS.get(id, ""))
+    named = f"{STATED[recipe(id, ROWS[id][1], ROWS[id][0])]} {STATED_TOO.get(id, '')}"
+    stated = whole(named) | {"task.name", "model.name", "method.name", "training.lr"} - ours
+    assert set(experiment.sources["ours"]) == ours
+    assert set(experiment.sources["report"]) == stated
 
 
 @pytest.mark.parametrize("id", ROWS)
@@ -263,17 +410,32 @@ def test_the_table_fits_100_columns():
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:23]}
     assert set(rows) == set(ROWS)
     assert rows["GPT-06"] == ["wikitext-103", GPT, "baseline", "3e-4", "200k", "PPL", "25.13", "3h49m"]
-    assert rows["SST2-02"] == ["sst2", BERT, "oelm", "1e-4", "3", "epochs", "91.28", "%"]
+    assert rows["SST2-02"] == ["sst2", BERT, "oelm", "1e-4", "3", "epochs", "91.28", "%", "35m"]
     assert "…" not in done.stdout
 
 
 def test_one_experiment_is_shown_with_its_figures_and_the_command_to_run_it():
     done = oelm("experiments", "xnli-01")
     assert done.returncode == 0, done.stderr
-    for words in ('name = "random-trainable"', "0.7671", "overwritten with N(0, 0.02)", "about 0.84",
+    shown = " ".join(done.stdout.split())
+    for words in ('name = "random-trainable" # report', "seed = 42 # scripts", "best_accuracy 0.7671",
+                  "steps 73,632", "time_s 11,971 (3h19m)", "parameters.total 109,484,547",
+                  "overwritten with N(0, 0.02)", "about 0.84",
                   "oelm train XNLI-01 --out runs/XNLI-01"):  # fmt: skip
-        assert words in done.stdout
+        assert words in shown
     assert f"{VARIANT} is a variant of M512-OELM" in oelm("experiments", VARIANT).stdout
+
+
+@pytest.mark.parametrize("id", ROWS)
+def test_every_experiment_is_readable_at_80_columns(id):
+    experiment = get_experiment(id)
+    shown = _render(experiment)
+    assert max(map(len, shown.splitlines())) <= 80
+    recipe = shown.partition("[task]")[2].partition("\nPublished")[0]
+    assert tomllib.loads("[task]" + recipe) == json.loads(json.dumps(experiment.config))
+    for key, points in experiment.published.items():
+        if key.endswith("history"):
+            assert all(f"{step:,} {value:.4f}" in shown for step, value in points)
 
 
 def test_json_for_programs():
@@ -282,7 +444,9 @@ def test_json_for_programs():
     one = json.loads(oelm("experiments", "gpt-02", "--json").stdout)
     assert one == next(entry for entry in everything if entry["id"] == "GPT-02")
     assert one["published"]["perplexity"] == 4.69
+    assert one["published"]["parameters"]["frozen"] == 3_145_728
     assert one["config"]["method"] == {"name": "oelm"}
+    assert "training.warmup" in one["sources"]["scripts"]
 
 
 def test_an_unknown_id_is_one_line_and_exit_code_2():

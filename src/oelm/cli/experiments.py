@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from oelm.study.catalogue import Experiment
 
 WIDTH = 100  # of the table where there is no terminal to ask
+ITEM = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+RECIPE = "Recipe, and where it comes from: a report, only the group's scripts, or us"
 
 
 def experiments(
@@ -80,29 +83,53 @@ def _rate(lr: float) -> str:
 def _headline(published: dict[str, Any]) -> str:
     if "best_accuracy" in published:
         return f"{100 * published['best_accuracy']:.2f} %"
-    if "perplexity" in published:
-        return f"PPL {published['perplexity']:.2f}"
-    return f"loss {published['loss']:.2f}"
+    return f"PPL {published['perplexity']:.2f}"
 
 
-def _clock(seconds: int | None) -> str:
+def _clock(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    hours, minutes = divmod(seconds // 60, 60)
+    hours, minutes = divmod(int(seconds) // 60, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m"
 
 
 def _render(experiment: "Experiment") -> str:
-    from oelm.config import to_toml
-
-    figures = {key: value for key, value in experiment.published.items() if key != "notes"}
+    published = dict(experiment.published)
+    histories = {key: published.pop(key) for key in list(published) if key.endswith("history")}
+    counts, notes = published.pop("parameters"), published.pop("notes")
+    figures = published | {f"parameters.{key}": count for key, count in counts.items()}
     width = max(map(len, figures))
-    lines = [f"{experiment.id}: {experiment.title}"]
+    lines = [fill(f"{experiment.id}: {experiment.title}", 80)]
     if experiment.variant_of:
-        lines.append(_variant(experiment))
-    lines += ["", to_toml(experiment.config).rstrip(), "", "Published"]
-    lines += [f"  {key:<{width}}  {value}" for key, value in figures.items()]
-    for heading, texts in (("Habits", experiment.habits), ("Notes", experiment.published["notes"])):
-        lines += ["", heading, *(f"  - {text}" for text in texts)]
+        lines.append(fill(_variant(experiment), 80))
+    lines += ["", RECIPE, "", *_recipe(experiment), "", "Published"]
+    lines += [f"  {key:<{width}}  {_figure(key, value)}" for key, value in figures.items()]
+    for key, points in histories.items():
+        cells = [f"{step:>8,} {value:.4f}" for step, value in points]
+        rows = ["  " + "  ".join(cells[i : i + 4]) for i in range(0, len(cells), 4)]
+        lines += ["", f"Validation {key.removesuffix('history').strip('_') or 'loss'} by step", *rows]
+    for heading, texts in (("Habits", experiment.habits), ("Notes", notes)):
+        lines += ["", heading, *(ITEM.fill(text) for text in texts)]
     lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
     return "\n".join(lines)
+
+
+def _recipe(experiment: "Experiment") -> list[str]:
+    """The config as TOML, with the source of every key as a comment beside it."""
+    from oelm.config import to_toml
+
+    source_of = {key: source for source, keys in experiment.sources.items() for key in keys}
+    text = to_toml(experiment.config).splitlines()
+    width, section, lines = max(map(len, text)), "", []
+    for line in text:
+        section = line.strip("[]") if line.startswith("[") else section
+        source = source_of.get(f"{section}.{line.partition(' ')[0]}")
+        lines.append(f"{line:<{width}}  # {source}" if source else line)
+    return lines
+
+
+def _figure(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{text} ({_clock(value)})" if key.endswith("time_s") else text

@@ -18,6 +18,7 @@ class Experiment:
     published: dict[str, Any]  # the reported figures (accuracies 0 to 1, seconds), their split, notes
     habits: tuple[str, ...]  # what was done there and is against our rules
     config: dict[str, Any]  # the run that repeats it, as nested keys of a RunConfig
+    sources: dict[str, tuple[str, ...]]  # report, scripts or ours: the recipe's keys that come from there
     variant_of: str | None = None  # the experiment this is another reading of; None for a published one
 
 
@@ -29,6 +30,7 @@ def list_experiments() -> list[Experiment]:
         if "published" in values:  # the other files are our own studies
             about = {key: values.pop(key, None) for key in ("title", "published", "variant_of")}
             about |= {"id": file.name.removesuffix(".toml"), "habits": tuple(values.pop("habits"))}
+            about["sources"] = {source: tuple(keys) for source, keys in values.pop("sources").items()}
             experiments.append(Experiment(**about, config=values))
     return sorted(experiments, key=lambda experiment: experiment.id)
 
