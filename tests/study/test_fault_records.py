@@ -13,9 +13,8 @@ from oelm.study.design import make_study as make_design
 from oelm.study.records import find_records
 from oelm.study.report import as_plain, summary, write_report
 from oelm.study.report.notices import notices
-from oelm.study.report.view import View
-from oelm.study.report.words import LANGUAGES, Words, table
-from oelm.system.messages import notice, text_of
+from oelm.study.report.view import View, Words, table
+from oelm.system.messages import LANGUAGES, notice, text_of
 from tests.claims.claim_records import GRID, MEDIUM, pairs, rates_study, run, trials
 from tests.study.report_folders import make_study
 

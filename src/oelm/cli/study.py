@@ -52,7 +52,7 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.folder import StudyFolder
-    from oelm.study.report.words import Words
+    from oelm.study.report.view import Words
 
     Words(lang)  # a language that does not exist must not cost a study
     lists = {"tasks": task, "methods": methods, "lrs": lrs}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
-from oelm.study.report.plain import as_plain
-from oelm.study.report.summary import summary
+from oelm.study.report.summary import as_plain, summary
 from oelm.study.result_types import Analysis
 from oelm.system.files import write_text
 from oelm.system.terminal import plain
@@ -29,9 +28,8 @@ def write_report(folder: Path, lang: str = "en") -> Written:
     In Chinese (`lang="zh"`) they are report.zh.md and report.zh.html.
     """
     from oelm.study.report.build import build
-    from oelm.study.report.render import to_html, to_markdown
-    from oelm.study.report.view import View
-    from oelm.study.report.words import Words
+    from oelm.study.report.document import to_html, to_markdown
+    from oelm.study.report.view import View, Words
 
     words = Words(lang)
     analysis = analyse(folder)

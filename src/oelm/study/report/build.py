@@ -1,13 +1,15 @@
 """From an analysis to a document: the sections and their content."""
 
+import shlex
+from collections import Counter
 from collections.abc import Callable
 
 from oelm.claims.verdicts import Verdict, judge
+from oelm.config import to_toml
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
-from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
+from oelm.study.report.document import Block, Bullets, Code, Document, Entry, Paragraph, Table, make_table
 from oelm.study.report.notices import Listed, alert, notices
-from oelm.study.report.repeat import repeat
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
 from oelm.study.statistics import BOOTSTRAP
@@ -19,7 +21,7 @@ def build(view: View, folder: str) -> Document:
     """The whole report; sections without content are left out."""
     words, analysis = view.words, view.analysis
     warned = notices(view)
-    sections = {
+    sections: dict[str, list[Block]] = {
         "results": _results(view),
         "learning_rates": _learning_rates(view),
         "certainty": _certainty(view),
@@ -28,7 +30,7 @@ def build(view: View, folder: str) -> Document:
         "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
         "raw": _raw(view),
         "warnings": _warnings(view, warned),
-        "repeat": repeat(view, folder),
+        "repeat": _repeat(view, folder),
     }
     subtitle = words(
         "page.subtitle",
@@ -38,12 +40,11 @@ def build(view: View, folder: str) -> Document:
         models=words.items(dict.fromkeys(group.model for group in analysis.groups)),
     )
     return Document(
-        lang="zh-CN" if words.lang == "zh" else words.lang,
         title=words("page.title", title=analysis.title),
         subtitle=subtitle,
         answer=answer(view),
         alert=alert(words, warned),
-        sections=[Section(key, words(f"section.{key}"), found) for key, found in sections.items() if found],
+        sections={key: blocks for key, blocks in sections.items() if blocks},
     )
 
 
@@ -63,7 +64,7 @@ def _results(view: View) -> list[Block]:
 
 
 def _learning_rates(view: View) -> list[Block]:
-    drawn = _present(figures.learning_rates(view), figures.curves(view), figures.expected_best(view))
+    drawn = _present(figures.learning_rates(view), figures.curves(view))
     tried = any(group.tried_lrs for group in view.analysis.groups)
     note = "learning_rates_note" if tried else "area_note"
     return [*drawn, *_with_note(view, _per_group(view, tables.learning_rates), note)]
@@ -142,3 +143,50 @@ def _claim(view: View, verdict: Verdict) -> Entry:
         verdict.claim_zh if zh else verdict.claim,
         details,
     )
+
+
+def _repeat(view: View, folder: str) -> list[Block]:
+    """Commands, configuration, versions, hardware, data; `folder` is the folder of the report."""
+    words, study = view.words, view.analysis.study
+    blocks: list[Block] = []
+    if study is not None:
+        commands = "oelm study study.toml --out again\noelm report again"
+        blocks += [Paragraph(words("repeat.study")), Code(commands), Code(study.to_toml(), "study.toml")]
+    else:
+        blocks.append(Paragraph(words("repeat.runs")))
+        for group in view.analysis.groups:
+            if not (records := group.records):
+                continue
+            config = shlex.quote(str(records[0].folder / "config.toml"))
+            blocks.append(Code(f"oelm train --config {config} --out runs/again", view.label(group)))
+            blocks.append(Code(to_toml(records[0].config.to_dict()), "config.toml"))
+        blocks.append(Code(f"oelm report {shlex.quote(folder)}"))
+    blocks.append(_environment(view))
+    return blocks
+
+
+def _environment(view: View) -> Table:
+    """Versions, hardware and data; several values each with its number of runs."""
+    words = view.words
+    seen: dict[str, Counter[str]] = {}
+    for record in view.analysis.records:
+        environment = record.environment
+        entries = {
+            "oelm": environment.get("oelm"),
+            words("repeat.commit"): environment.get("commit"),
+            words("repeat.numerics"): environment.get("numerics"),
+            "Python": environment.get("python"),
+            **environment.get("packages", {}),
+            words("repeat.platform"): environment.get("platform"),
+            words("repeat.hardware"): environment.get("gpu") or environment.get("cpu"),
+            words("repeat.precision"): record.results.get("precision"),
+            words("repeat.data", task=record.task): environment.get("data"),
+        }
+        for name, value in entries.items():
+            if value is not None:  # older records lack some
+                seen.setdefault(name, Counter())[str(value)] += 1
+    rows = []
+    for name, counts in seen.items():
+        texts = [words("repeat.of_runs", value=text, count=count) for text, count in counts.most_common()]
+        rows.append([name, words.items(texts if len(counts) > 1 else counts)])
+    return make_table([words("repeat.what"), words("repeat.value")], rows, left=(0, 1))

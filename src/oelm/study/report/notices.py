@@ -1,22 +1,19 @@
 """Everything a reader should know before believing the numbers: each thing once, the gravest first."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from oelm.study.matrix import Cell
 from oelm.study.report.answer import problems
-from oelm.study.report.view import View
-from oelm.study.report.words import Words
+from oelm.study.report.view import View, Words
 from oelm.study.result_types import ArmResult, Group
 from oelm.system.messages import Notice, Span, notice, text_of
-from oelm.training.predictions import WITH_GROUPS
 
 ORDER = (
-    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture",
-    "version", "run",
+    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run",
 )  # fmt: skip
 
 
@@ -30,14 +27,8 @@ class Listed:
 
 
 def alert(words: Words, warned: list[Listed]) -> str:
-    """One line that says how many warnings there are; empty without any.
-
-    What records of an earlier version lack is told, but not counted: no number here depends on it.
-    """
-    count = len([listed for listed in warned if listed.kind != "version"])
-    if not count:
-        return ""
-    return words("page.alert_one") if count == 1 else words("page.alert", count=count)
+    """One line that says how many warnings there are; empty without any."""
+    return words("page.alert", count=len(warned)) if warned else ""
 
 
 def notices(view: View) -> list[Listed]:
@@ -68,10 +59,6 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
         yield "mixture", notice("study.unused", count=analysis.unused)
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
-    versions = Counter(int(record.results.get("schema", 1)) for record in analysis.records)
-    for version, count in sorted(versions.items()):
-        if version < WITH_GROUPS:
-            yield "version", notice("study.no_groups", version=version, count=count)
     for change in analysis.changes:
         old, new, count = str(change["from"]), str(change["to"]), change["measured_runs"]
         yield "changed", notice("study.changed", key=change["key"], old=old, new=new, count=count)
