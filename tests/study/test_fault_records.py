@@ -47,7 +47,7 @@ def test_what_diverged_rules_its_rate_out_and_is_shown(kind):
     (comparison,) = analysis.comparisons
     assert comparison.verdict == "better" and comparison.problems == ()
     assert comparison.arm.chosen and comparison.arm.lr_scores[1e-3] is None
-    assert [(f.lr, f.seed, f.kind) for f in comparison.arm.failures] == [(1e-3, 1001, kind)]
+    assert [(f.lr, f.seed, f.failure_kind) for f in comparison.arm.failures] == [(1e-3, 1001, kind)]
     told = [n.text for n in notices(View(analysis, Words("en"))) if n.kind == "failed"]
     assert len(told) == 1 and Words("en")(f"failure.{kind}") in told[0]
 

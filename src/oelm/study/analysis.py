@@ -19,8 +19,8 @@ from oelm.study.folder import StudyFolder, check_folder
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, find_records
-from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
-from oelm.system.messages import Notice, notice
+from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Group
+from oelm.system.messages import Notice
 from oelm.training.predictions import item_scores, larger_is_better
 
 
@@ -147,9 +147,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     else:  # whether the learning rate of the measured runs is the best one is not known
         lrs = {record.lr for record in measured}
         lr, chosen = (lrs.pop() if len(lrs) == 1 else None), False
-    failures = tuple(
-        _failure(r) for r in (*trials, *measured) if (r.validation if r.choosing else r.test) is None
-    )
+    failures = tuple(r for r in (*trials, *measured) if r.score is None)
     scores = {r.cell: r.validation for r in trials}
     means = {
         lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
@@ -157,15 +155,6 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     }
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
     return ArmResult(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
-
-
-def _failure(record: Record) -> Failure:
-    """Why a run has no score; one that was completed with a metric that is not finite diverged."""
-    status, reason = str(record.results["status"]), record.reason
-    if record.completed:
-        status, reason = "failed", notice("run.metric_not_finite", metric=record.metric)
-    kind = "diverged" if record.completed else record.failure_kind
-    return Failure(record.method, record.lr, record.seed, status, reason, kind)
 
 
 def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
@@ -201,11 +190,7 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
     arms = (arm, reference_arm)
     same_seed, pairs = len(_same_seed(*arms)), len(pair_runs(*arms))
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
-    failed = any(
-        failure.lr == a.lr and failure.of_method and failure.seed not in {r.seed for r in a.trials}
-        for a in arms
-        for failure in a.failures
-    )
+    failed = any(r.lr == a.lr and r.failed_by_method and not r.choosing for a in arms for r in a.failures)
     both_chosen = arm.chosen and reference_arm.chosen
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),

@@ -1,4 +1,4 @@
-"""Records of runs: read from their folders, identified by what decides their result."""
+"""Records of runs: read from their folders, checked, and identified by what decides their result."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from oelm.config import RunConfig
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.matrix import Cell
-from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
 from oelm.system.files import read_file, read_json, read_object
 from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
@@ -29,6 +28,22 @@ FILES = (
     "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",
     "freeze_audit.json", "predictions.npz",
 )  # fmt: skip
+LARGEST = 1e18  # of any number in a record
+STATUSES = ("completed", "interrupted", "failed")
+# What a record must hold before anything is computed from it: the type of every key that is there.
+RESULTS = {
+    "text": ("status", "task", "metric", "model", "precision", "architecture"),
+    "number": ("samples", "train_time_s", "total_time_s", "peak_memory_bytes"),
+    "list": ("warnings",),
+    "object": ("references", "parameters", "arithmetic"),
+}
+PARAMETERS = {"number": ("total", "trainable", "frozen")}
+ARITHMETIC = {"text": ("path", "device", "precision"), "number": ("numerics", "plain_from")}
+ENVIRONMENT = {
+    "object": ("packages",),
+    "text": ("data", "commit", "oelm", "python", "platform", "gpu", "cpu", "device"),
+    "number": ("numerics",),
+}
 
 
 @dataclass(frozen=True)
@@ -102,13 +117,11 @@ class Record:
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run changed from the fast to the plain path and was completed: it pairs with no other.
-        (A run that diverged on both paths has a result.)"""
+        """Whether the run was completed by the plain path after the fast one failed, and has no pair."""
         return self.completed and self.arithmetic.get("plain_from") is not None
 
     def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
-        """The record with its identity in a study whose arms differ in these keys, some of which may have
-        been added after the run."""
+        """The record with its identity in a study whose arms, perhaps added later, differ in these keys."""
         if differs_in == self.config.arm.differs_in:
             return self
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
@@ -146,7 +159,10 @@ class Record:
 
     @property
     def failure_kind(self) -> str | None:
-        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail."""
+        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail.
+        A run that was completed with a metric that is not finite diverged."""
+        if self.completed:
+            return "diverged" if self.score is None else None
         if self.results.get("status") != "failed":
             return None
         failure = self.results.get("failure")
@@ -159,7 +175,14 @@ class Record:
     @property
     def reason(self) -> Notice | None:
         """Why the run was interrupted or failed."""
+        if self.completed:
+            return notice("run.metric_not_finite", metric=self.metric) if self.score is None else None
         return read_notice(found) if (found := self.results.get("reason")) else None
+
+    @property
+    def failed_by_method(self) -> bool:
+        """Whether the method is the cause of its failure, or may be (old records do not say), not a fault."""
+        return self.failure_kind in (*OUTCOMES, "unknown")
 
     @property
     def evaluated(self) -> bool:
@@ -176,6 +199,11 @@ class Record:
     def test(self) -> float | None:
         return self._score(self.results.get("test"))
 
+    @property
+    def score(self) -> float | None:
+        """What the run was made for: the score of a trial on validation, of a measured run on test."""
+        return self.validation if self.choosing else self.test
+
     def _score(self, measured: dict[str, Any] | None) -> float | None:
         """The metric of an evaluation; None if it is not finite, as a perplexity may be."""
         if not self.completed or not measured or not math.isfinite(measured["metrics"][self.metric]):
@@ -184,8 +212,16 @@ class Record:
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
-        """The evaluations during training: step, epoch, split, metrics."""
-        return [entry for entry in self.metric_lines(containing='"eval"') if self._is_evaluation(entry)]
+        """The evaluations during training that have a finite score: step, split, metrics."""
+        return [
+            entry
+            for entry in self.metric_lines(containing='"eval"')
+            if entry.get("kind") == "eval"
+            and isinstance(metrics := entry.get("metrics"), dict)
+            and is_number(metrics.get(self.metric))
+            and is_number(entry.get("step"))
+            and isinstance(entry.get("split"), str)
+        ]
 
     def metric_lines(self, containing: str = "") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl (with this text); lines that a crash cut short are left out."""
@@ -199,17 +235,6 @@ class Record:
                 with contextlib.suppress(ValueError, RecursionError):
                     entries.append(json.loads(line))
         return [entry for entry in entries if isinstance(entry, dict)]
-
-    def _is_evaluation(self, entry: dict[str, Any]) -> bool:
-        metrics = entry.get("metrics")
-        return (
-            entry.get("kind") == "eval"
-            and isinstance(metrics, dict)
-            and is_measure(metrics.get(self.metric))
-            and all(is_number(entry.get(name, 0)) for name in ("step", "epoch"))
-            and "step" in entry
-            and isinstance(entry.get("split", ""), str)
-        )
 
     @cached_property
     def step_time(self) -> float | None:
@@ -257,11 +282,80 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
     config = read_config(folder, follow)
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
-    if problem := results_problem(results, config.training.test):
-        raise UserError(notice("file.not_a_record", path=folder / "results.json", problem=problem))
-    if problem := environment_problem(environment):
-        raise UserError(notice("file.not_a_record", path=folder / "environment.json", problem=problem))
+    problems = {"results.json": _results_problem(results, config.training.test)}
+    problems["environment.json"] = _type_problem(environment, ENVIRONMENT)
+    for name, problem in problems.items():
+        if problem is not None:
+            raise UserError(notice("file.not_a_record", path=folder / name, problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
+
+
+def is_number(value: Any) -> bool:
+    """A number that can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _is_measure(value: Any) -> bool:
+    """A number, or one that a diverged run gave: a perplexity may be infinite."""
+    return is_number(value) or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _are_metrics(metrics: Any) -> bool:
+    """Numbers by name; a confusion matrix or the like may stand among them."""
+    return isinstance(metrics, Mapping) and all(
+        value is None or _is_measure(value) or isinstance(value, list | dict) for value in metrics.values()
+    )
+
+
+def _type_problem(values: Any, types: Mapping[str, tuple[str, ...]], place: str = "") -> Notice | None:
+    """The first of these keys that has another type; null counts as missing."""
+    if not isinstance(values, dict):
+        return notice("value.not_object")
+    right = {"text": str, "list": list, "object": dict}
+    for kind, names in types.items():
+        for name in names:
+            value = values.get(name)
+            fits = is_number(value) if kind == "number" else isinstance(value, right[kind])
+            if value is not None and not fits:
+                return notice("value.wrong_type", key=f"{place}{name}", type=kind)
+    return None
+
+
+def _results_problem(results: Any, tested: bool) -> Notice | None:
+    """What is wrong with the contents of results.json; `tested`: whether the run was to be."""
+    problem = (
+        _type_problem(results, RESULTS)
+        or _type_problem(results.get("parameters") or {}, PARAMETERS, "parameters.")
+        or _type_problem(results.get("arithmetic") or {}, ARITHMETIC, "arithmetic.")
+    )
+    if problem:
+        return problem
+    counts, completed = results.get("parameters") or {}, results.get("status") == "completed"
+    needed = ["status", "task", "metric", "model"]
+    if completed:
+        needed += ["total_time_s", "parameters", "best", *(["test"] if tested else [])]
+    missing = [name for name in needed if results.get(name) is None]
+    if counts or completed:
+        missing += [f"parameters.{name}" for name in PARAMETERS["number"] if counts.get(name) is None]
+    if missing:
+        return notice("value.missing", key=missing[0])
+    if results["status"] not in STATUSES:
+        return notice("value.unknown", key="status", value=results["status"][:40])
+    if counts and (counts["total"] <= 0 or counts["trainable"] < 0):
+        return notice("value.too_small", key="parameters")
+    for name, splits in (results.get("references") or {}).items():
+        if not isinstance(splits, dict) or not all(map(_are_metrics, splits.values())):
+            return notice("value.no_metrics", key=f"references.{name}")
+    for name, measured in {name: results.get(name) for name in ("best", "test")}.items():
+        if measured is None:
+            continue
+        if not isinstance(measured, dict) or not _are_metrics(measured.get("metrics")):
+            return notice("value.no_metrics", key=name)
+        if not _is_measure(measured["metrics"].get(results["metric"])):
+            return notice("value.no_metric", key=name, metric=results["metric"])
+        if not isinstance(measured.get("split", ""), str) or not is_number(measured.get("step", 0)):
+            return notice("value.not_placed", key=name)
+    return None
 
 
 def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[str, Any]) -> Identity:
@@ -285,24 +379,24 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
         if hidden or not (folder / "config.toml").exists():
             continue
         try:
-            record = read_record(folder, follow)
+            if (record := read_record(folder, follow)) is not None:
+                yield record
         except UserError as error:
             if damaged is None:
                 raise
             damaged.append(error.notice)
-            continue
-        if record is not None:
-            yield record
 
 
 def mean_result(records: Iterable[Record], name: str) -> float | None:
     """The mean of a number of results.json; None if no record has it."""
-    values = [value for record in records if (value := record.results.get(name)) is not None]
-    return fmean(values) if values else None
+    return _mean(record.results.get(name) for record in records)
 
 
 def mean_metric(records: Iterable[Record], part: str, name: str) -> float | None:
     """The mean of a metric of the "test" or "best" evaluation; None if no record has it."""
-    metrics = [(record.results.get(part) or {}).get("metrics") or {} for record in records]
-    values = [value for entry in metrics if (value := entry.get(name)) is not None]
-    return fmean(values) if values else None
+    return _mean((record.results.get(part) or {}).get("metrics", {}).get(name) for record in records)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -144,9 +144,8 @@ def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     """Step -> the scores of all measured runs, for steps at which every run has one."""
     curve: dict[int, list[float]] = defaultdict(list)
     for point in [point for record in arm.records for point in record.curve]:
-        value = point["metrics"].get(group.metric)
-        if point["split"] == "validation" and value is not None and math.isfinite(value):
-            curve[point["step"]].append(value)
+        if point["split"] == "validation":
+            curve[point["step"]].append(point["metrics"][group.metric])
     return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.records)}
 
 

@@ -68,25 +68,25 @@ def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     """Failed and interrupted runs, those of one reason together."""
     alike: dict[str, list[Any]] = defaultdict(list)
     for arm in group.arms.values():
-        for failure in arm.failures:
-            reason = failure.reason or notice("study.no_reason")
-            alike[f"{failure.kind} {_shape(reason)}"].append((failure, reason))
+        for record in arm.failures:
+            reason = record.reason or notice("study.no_reason")
+            alike[f"{record.failure_kind} {_shape(reason)}"].append((record, reason))
     for several in alike.values():
-        runs = [_run(f.method, f.lr, f.seed) for f, _ in several]
+        runs = [_run(record.cell) for record, _ in several]
         values = {"task": view.label(group), "runs": runs, "reason": _merged([r for _, r in several])}
-        if kind := several[0][0].kind:
+        if kind := several[0][0].failure_kind:
             yield "failed", notice("study.failed", kind=kind, **values)
         else:
             yield "failed", notice("study.interrupted", **values)
 
 
-def _run(method: str, lr: float, seed: int) -> Notice:
-    return notice("study.run", method=method, lr=lr, seed=seed)
+def _run(cell: Cell) -> Notice:
+    return notice("study.run", method=cell.method, lr=cell.lr, seed=cell.seed)
 
 
 def _unevaluated(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     """The trials that say nothing yet: what is concluded about their methods must wait for them."""
-    runs = [_run(cell.method, cell.lr, cell.seed) for arm in group.arms.values() for cell in arm.unevaluated]
+    runs = [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]
     if runs:
         yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
 
@@ -120,14 +120,8 @@ def _missing(group: Group) -> int:
     """Runs that the study needs, as far as it can be known, and that have not ended."""
     if group.matrix is None:
         return 0
-    ended = {Cell(r.method, r.lr, r.seed, r.choosing) for r in group.records if r.completed}
-    ended |= {
-        Cell(f.method, f.lr, f.seed, choosing)
-        for arm in group.arms.values()
-        for f in arm.failures
-        if f.of_method
-        for choosing in (True, False)
-    }
+    ended = {r.cell for r in group.records if r.completed}
+    ended |= {r.cell for arm in group.arms.values() for r in arm.failures if r.failed_by_method}
     return len([cell for cell in group.matrix.needed if cell not in ended])
 
 

@@ -92,7 +92,15 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "behind": group.behind(arm),
         "at_chance": arm.at_chance,
         "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
-        "failures": [asdict(failure) for failure in arm.failures],
+        "failures": [
+            {
+                **{name: getattr(record, name) for name in ("method", "lr", "seed")},
+                "status": "failed" if record.failure_kind else "interrupted",
+                "reason": record.reason.to_dict() if record.reason else None,
+                "kind": record.failure_kind,
+            }
+            for record in arm.failures
+        ],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
         "train_time_s": mean_result(arm.records, "train_time_s"),
