@@ -25,7 +25,7 @@ steps = 10
 def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     study = make_study(read_study(str(tmp_path / "s.toml")))
-    assert list(study.methods) == ["baseline", "oelm", "oelm (init=own)"]
+    assert list(study.arms) == ["baseline", "oelm", "oelm (init=own)"]
     assert study.reference_arm == "baseline" and study.table.lrs == [3e-4, 1e-3]
     imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
     assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
@@ -79,7 +79,7 @@ def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
 @pytest.mark.parametrize("name", list(shipped_studies()))
 def test_every_shipped_study_is_one(name):
     study = make_study(read_study(name), name)
-    assert study.title and len(study.methods) >= 2
+    assert study.title and len(study.arms) >= 2
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -158,11 +158,11 @@ def describe(study: "Study", out: Path) -> str:
     check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
     places = make_launcher(study, estimates, out).places
-    methods, grid = len(study.methods), len(table.lrs)
+    methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     measured = methods * table.seeds
     lines = [
-        f"methods   {', '.join(study.methods)} (compared with {study.reference_arm})",
+        f"methods   {', '.join(study.arms)} (compared with {study.reference_arm})",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
         f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",

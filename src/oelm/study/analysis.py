@@ -15,31 +15,26 @@ import numpy as np
 from oelm.errors import UserError
 from oelm.study import statistics
 from oelm.study.design import Study
-from oelm.study.folder import StudyFolder, check_folder
+from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
 from oelm.study.matrix import Cell, Matrix, lr_mean
-from oelm.study.records import Record, find_records
+from oelm.study.records import Record
 from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Group
-from oelm.system.messages import Notice
 from oelm.training.predictions import item_scores, larger_is_better
 
 
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below it."""
-    damaged: list[Notice] = []
     study: Study | None = None
-    left_out, changes = 0, []
+    changes = []
     if (folder / "study.toml").is_file():
-        study_folder = StudyFolder(folder)
-        study, changes = study_folder.read(), study_folder.changes()
-        records, left_out = study_folder.records(damaged)
+        study, changes = StudyFolder(folder).read(), StudyFolder(folder).changes()
     else:
         check_folder(folder)
         _refuse_studies_below(folder)
-        records = list(find_records(folder, damaged))
+    records, left_out, damaged = records_below(folder)
     if not any(record.completed or record.results["status"] == "failed" for record in records):
-        why = f": {damaged[0]}" if damaged else ""
-        raise UserError(f"{folder} holds no run that has ended{why}")
+        raise no_runs(folder, damaged)
     analysis = analyse_records(records, study, left_out, folder.resolve().name)
     return replace(analysis, damaged=damaged, changes=changes)
 
@@ -105,7 +100,7 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
     first = records[0]
     methods = list(dict.fromkeys(record.method for record in records))
     if study:
-        methods = [m for m in study.methods if m in methods]
+        methods = [m for m in study.arms if m in methods]
     else:
         methods.sort(key=lambda m: (m != "baseline", m))
     scores = {record.cell: record.validation for record in records if record.evaluated}

@@ -49,7 +49,7 @@ def check_methods(settings: list[Setting]) -> None:
         if setting.config.model in seen:
             continue
         seen.append(setting.config.model)
-        for method in setting.study.methods:
+        for method in setting.study.arms:
             try:
                 _build(setting, setting.run_config(replace(setting.any_cell, method=method)))
             except UserError as error:
