@@ -249,9 +249,6 @@ def _mixtures(records: Sequence[Record]) -> dict[str, list[str]]:
     """What differs between the runs of a study: versions, commits, hardware."""
     seen: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        environment = record.environment
-        values = {name: environment.get(name) for name in ("commit", "oelm", "python")}
-        values["hardware"] = environment.get("gpu") or environment.get("cpu")
-        for name, value in (values | environment.get("packages", {})).items():
-            seen[name].add(str(value))
+        for name, value in record.made_with.items():
+            seen[name].add(value)
     return {name: sorted(values) for name, values in seen.items() if len(values) > 1}

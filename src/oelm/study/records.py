@@ -1,4 +1,4 @@
-"""Records of runs: read from their folders, checked, and identified by what decides their result."""
+"""Records of runs: read from their folders, identified by what decides their result."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from oelm.config import RunConfig
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.matrix import Cell
+from oelm.study.record_checks import ENVIRONMENT, is_number, results_problem, type_problem
 from oelm.system.files import read_file, read_json, read_object
 from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
@@ -28,22 +29,6 @@ FILES = (
     "config.toml", "results.json", "environment.json", "metrics.jsonl", "timing_stats.json",
     "freeze_audit.json", "predictions.npz",
 )  # fmt: skip
-LARGEST = 1e18  # of any number in a record
-STATUSES = ("completed", "interrupted", "failed")
-# What a record must hold before anything is computed from it: the type of every key that is there.
-RESULTS = {
-    "text": ("status", "task", "metric", "model", "precision", "architecture"),
-    "number": ("samples", "train_time_s", "total_time_s", "peak_memory_bytes"),
-    "list": ("warnings",),
-    "object": ("references", "parameters", "arithmetic"),
-}
-PARAMETERS = {"number": ("total", "trainable", "frozen")}
-ARITHMETIC = {"text": ("path", "device", "precision"), "number": ("numerics", "plain_from")}
-ENVIRONMENT = {
-    "object": ("packages",),
-    "text": ("data", "commit", "oelm", "python", "platform", "gpu", "cpu", "device"),
-    "number": ("numerics",),
-}
 
 
 @dataclass(frozen=True)
@@ -114,6 +99,16 @@ class Record:
             "precision": self.results.get("precision"),
         }
         return known | self.results.get("arithmetic", {})
+
+    @property
+    def made_with(self) -> dict[str, str]:
+        """Versions, hardware and precision, as far as they were recorded."""
+        environment = self.environment
+        values = {name: environment.get(name) for name in ("oelm", "commit", "numerics", "python")}
+        values |= environment.get("packages", {}) | {"platform": environment.get("platform")}
+        values["hardware"] = environment.get("gpu") or environment.get("cpu")
+        values["precision"] = self.results.get("precision")
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     @property
     def fell_back(self) -> bool:
@@ -282,80 +277,12 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
     config = read_config(folder, follow)
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
-    problems = {"results.json": _results_problem(results, config.training.test)}
-    problems["environment.json"] = _type_problem(environment, ENVIRONMENT)
+    problems = {"results.json": results_problem(results, config.training.test)}
+    problems["environment.json"] = type_problem(environment, ENVIRONMENT)
     for name, problem in problems.items():
         if problem is not None:
             raise UserError(notice("file.not_a_record", path=folder / name, problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
-
-
-def is_number(value: Any) -> bool:
-    """A number that can be computed with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _is_measure(value: Any) -> bool:
-    """A number, or one that a diverged run gave: a perplexity may be infinite."""
-    return is_number(value) or (isinstance(value, float) and not math.isfinite(value))
-
-
-def _are_metrics(metrics: Any) -> bool:
-    """Numbers by name; a confusion matrix or the like may stand among them."""
-    return isinstance(metrics, Mapping) and all(
-        value is None or _is_measure(value) or isinstance(value, list | dict) for value in metrics.values()
-    )
-
-
-def _type_problem(values: Any, types: Mapping[str, tuple[str, ...]], place: str = "") -> Notice | None:
-    """The first of these keys that has another type; null counts as missing."""
-    if not isinstance(values, dict):
-        return notice("value.not_object")
-    right = {"text": str, "list": list, "object": dict}
-    for kind, names in types.items():
-        for name in names:
-            value = values.get(name)
-            fits = is_number(value) if kind == "number" else isinstance(value, right[kind])
-            if value is not None and not fits:
-                return notice("value.wrong_type", key=f"{place}{name}", type=kind)
-    return None
-
-
-def _results_problem(results: Any, tested: bool) -> Notice | None:
-    """What is wrong with the contents of results.json; `tested`: whether the run was to be."""
-    problem = (
-        _type_problem(results, RESULTS)
-        or _type_problem(results.get("parameters") or {}, PARAMETERS, "parameters.")
-        or _type_problem(results.get("arithmetic") or {}, ARITHMETIC, "arithmetic.")
-    )
-    if problem:
-        return problem
-    counts, completed = results.get("parameters") or {}, results.get("status") == "completed"
-    needed = ["status", "task", "metric", "model"]
-    if completed:
-        needed += ["total_time_s", "parameters", "best", *(["test"] if tested else [])]
-    missing = [name for name in needed if results.get(name) is None]
-    if counts or completed:
-        missing += [f"parameters.{name}" for name in PARAMETERS["number"] if counts.get(name) is None]
-    if missing:
-        return notice("value.missing", key=missing[0])
-    if results["status"] not in STATUSES:
-        return notice("value.unknown", key="status", value=results["status"][:40])
-    if counts and (counts["total"] <= 0 or counts["trainable"] < 0):
-        return notice("value.too_small", key="parameters")
-    for name, splits in (results.get("references") or {}).items():
-        if not isinstance(splits, dict) or not all(map(_are_metrics, splits.values())):
-            return notice("value.no_metrics", key=f"references.{name}")
-    for name, measured in {name: results.get(name) for name in ("best", "test")}.items():
-        if measured is None:
-            continue
-        if not isinstance(measured, dict) or not _are_metrics(measured.get("metrics")):
-            return notice("value.no_metrics", key=name)
-        if not _is_measure(measured["metrics"].get(results["metric"])):
-            return notice("value.no_metric", key=name, metric=results["metric"])
-        if not isinstance(measured.get("split", ""), str) or not is_number(measured.get("step", 0)):
-            return notice("value.not_placed", key=name)
-    return None
 
 
 def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[str, Any]) -> Identity:

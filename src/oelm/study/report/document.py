@@ -65,18 +65,6 @@ def make_table(
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A claim that was judged: its name, the verdict, its text and the reasons."""
-
-    name: str
-    verdict: str
-    tone: str
-    text: str
-    details: list[str]
-    kind: str = "entry"
-
-
-@dataclass(frozen=True)
 class Code:
     text: str
     title: str = ""
@@ -98,16 +86,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawings of one kind, one for each setting, and how to read them; `legend` is text -> CSS class."""
+    """Drawings of one kind, one for each setting, how to read them, and the methods' colours."""
 
     title: str
     caption: str
     figures: list[Figure]
-    legend: dict[str, str]
+    legend: dict[str, int]
     kind: str = "figures"
 
 
-Block = Paragraph | Bullets | Table | Entry | Code | Figures
+Block = Paragraph | Bullets | Table | Code | Figures
 
 
 @dataclass(frozen=True)

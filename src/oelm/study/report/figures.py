@@ -185,7 +185,7 @@ def _shown(group: Group, value: float) -> float:
 def _facets(
     view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], list[str]]
 ) -> Figures | None:
-    """One small figure for each setting, with the score's axis, the trivial baselines and a legend."""
+    """One small figure for each setting, with the score's axis and a legend."""
     if not groups:
         return None
     title = view.words(f"figure.{name}")
@@ -193,40 +193,18 @@ def _facets(
     if len(groups) > MOST_FACETS:
         caption += " " + view.words("figure.facets", shown=MOST_FACETS, total=len(groups))
     drawn = {method for group in groups for method in group.arms}
-    legend = {m: f"dot c{place % len(PALETTE)}" for m, place in view.colours.items() if m in drawn}
+    legend = {method: place for method, place in view.colours.items() if method in drawn}
     figures = []
     for place, group in enumerate(groups[:MOST_FACETS]):
 
         def fill(axes: Any, group: Group = group) -> str:
-            texts, baselines = paint(view, group, axes), _draw_baselines(view, group, axes)
-            if baselines:
-                legend[view.words("figure.trivial_line")] = "dots"
+            texts = paint(view, group, axes)
             _scale(view, group, axes)
-            return "; ".join([*texts, *baselines])
+            return "; ".join(texts)
 
         right = 0.5 if group.metric == "perplexity" else 0.2
         figures.append(_draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
     return Figures(title, caption, figures, legend)
-
-
-def _draw_baselines(view: View, group: Group, axes: Any) -> list[str]:
-    """Draw trivial baselines on validation as dotted lines, those near enough to the curves; their texts."""
-    baselines: dict[str, Any] = next((b for r in group.records if (b := r.results.get("references"))), {})
-    low, high = axes.get_ylim()
-    near = 0.6 * (high - low)
-    texts = []
-    for name, splits in baselines.items():
-        value = (splits.get("validation") or {}).get(group.metric)
-        if value is None or not low - near <= (shown := _shown(group, value)) <= high + near:
-            continue
-        axes.axhline(shown, color=FAINT, lw=1.2, ls=(0, (1, 2)))
-        label = view.words.name("trivial", name)
-        axes.text(
-            0.01, shown, _short(label, 34), transform=axes.get_yaxis_transform(), color=FAINT, size=8.5,
-            va="bottom", zorder=1.5, bbox={"facecolor": PAGE, "alpha": 0.7, "pad": 0.5, "lw": 0},
-        )  # fmt: skip
-        texts.append(f"{label}: {view.value(group, value)}")
-    return texts
 
 
 def _scale(view: View, group: Group, axes: Any) -> None:

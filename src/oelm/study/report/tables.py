@@ -231,17 +231,3 @@ def _of_seed(view: View, group: Group, arm: ArmResult, seed: int) -> str:
             text = view.with_detail(text, view.bits([record]))
         texts.append(text if arm.lr is not None else f"{text} @ {numbers.learning_rate(record.lr)}")
     return view.words.items(texts) or numbers.NOTHING
-
-
-def trials(view: View, group: Group) -> Table | None:
-    """Every trial, if a learning rate was tried with more than one seed."""
-    if all(len({r.seed for r in arm.trials}) < 2 for arm in group.arms.values()):
-        return None
-    rows: list[Row] = []
-    for arm in group.arms.values():
-        by_seed = sorted(arm.trials, key=lambda r: r.seed)
-        scores = [
-            [view.value(group, r.validation, 2) for r in by_seed if r.lr == lr] for lr in group.tried_lrs
-        ]
-        rows.append([name_cell(view, arm.method), *map(view.words.items, scores)])
-    return make_table([view.words("table.method"), *map(numbers.learning_rate, group.tried_lrs)], rows)

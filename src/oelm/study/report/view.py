@@ -102,11 +102,6 @@ class View:
         # Perplexities of early steps are large and need no decimals.
         return numbers.fixed(value, 0 if value is not None and value >= 1000 else digits + 1)
 
-    def quantity(self, group: Group, value: float | None, digits: int = 1) -> str:
-        """A score in a sentence: with its unit."""
-        text = self.value(group, value, digits)
-        return f"{text} %" if group.kind == "share" else text
-
     def bits(self, records: Sequence[Record], part: str = "test") -> str:
         """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
         return numbers.fixed(mean_metric(records, part, "bits_per_byte"), 3)
