@@ -2,6 +2,7 @@
 
 import pytest
 
+from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.design import make_study, read_study, shipped_studies
 
@@ -30,7 +31,7 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
     assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
     assert sst2.training.epochs == 2 and sst2.task.name == "sst2" and sst2.task.max_length == 128
-    (tmp_path / "again.toml").write_text(study.to_toml())
+    (tmp_path / "again.toml").write_text(to_toml(study.to_dict()))
     again = make_study(read_study(str(tmp_path / "again.toml")))
     assert again.to_dict() == study.to_dict()
 

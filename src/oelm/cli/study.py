@@ -203,8 +203,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.conduct import conduct
-    from oelm.study.progress_view import ProgressView, kept_models
+    from oelm.study.conduct import ProgressView, conduct, kept_models
     from oelm.study.report import as_plain, summary, write_report
 
     with ProgressView() as view:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
+from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.study.matrix import Matrix, Scores, plan_runs
@@ -172,9 +172,6 @@ class Study:
         table = {key: value for key, value in asdict(self.table).items() if value is not None}
         per_task = {"per_task": self.per_task} if self.per_task else {}
         return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
-
-    def to_toml(self) -> str:
-        return to_toml(self.to_dict())
 
 
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
+from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, to_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
+from oelm.study.record_checks import type_problem
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
 from oelm.system import files
 from oelm.system.messages import Notice
@@ -142,7 +143,7 @@ class StudyFolder:
                     for key in changed
                 ]
                 self.write(changes=[*self.changes(), *new])
-        files.write_text(self.path / "study.toml", study.to_toml())
+        files.write_text(self.path / "study.toml", to_toml(study.to_dict()))
 
     def changes(self) -> list[dict[str, Any]]:
         """The changes of the study that were made after runs had been tested, in that order."""
@@ -187,11 +188,7 @@ class StudyFolder:
     def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
         values = files.read_json(path) if path.exists() else {}
-        if (
-            not isinstance(values, dict)
-            or not _is_list_of(dict, values.get("changes", []))
-            or not all(_is_list_of(str, values.get(name, [])) for name in ("made", "imported"))
-        ):
+        if type_problem(values, {"list": ("changes", "made", "imported")}):
             raise UserError(f"{path} is damaged; delete it, and start the study again to write a new one")
         return values
 
@@ -286,7 +283,3 @@ def check_folder(folder: Path) -> None:
     """Refuse a path that is not a folder."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: no such folder")
-
-
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)

@@ -253,18 +253,18 @@ class Record:
 
     def predictions(self) -> dict[str, np.ndarray] | None:
         """What was recorded of every test item; None if that is missing or damaged."""
-        arrays = read_predictions(self.folder)
-        return arrays if arrays is not None and self._is_usable(arrays) else None
-
-    def _is_usable(self, arrays: dict[str, np.ndarray]) -> bool:
-        used = [name for name in ("ids", "groups", "labels", "predictions", self.metric) if name in arrays]
-        if "ids" not in used or ("predictions" in used) != ("labels" in used):
-            return False
-        if any(arrays[name].ndim < 1 or arrays[name].dtype.kind not in "biuf" for name in used):
-            return False
-        if arrays["ids"].ndim != 1 or len({len(arrays[name]) for name in used}) > 1:
-            return False
-        return all(bool(np.isfinite(arrays[name]).all()) for name in used)
+        arrays = read_predictions(self.folder) or {}
+        names = ("ids", "groups", "labels", "predictions", self.metric)
+        used = {name: arrays[name] for name in names if name in arrays}
+        usable = (
+            "ids" in used
+            and ("predictions" in used) == ("labels" in used)
+            and all(array.ndim > 0 and array.dtype.kind in "biuf" for array in used.values())
+            and used["ids"].ndim == 1
+            and len({len(array) for array in used.values()}) == 1
+            and all(np.isfinite(array).all() for array in used.values())
+        )
+        return arrays if usable else None
 
 
 def read_record(folder: Path, follow: bool = True) -> Record | None:

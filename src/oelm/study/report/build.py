@@ -136,7 +136,11 @@ def _repeat(view: View, folder: str) -> list[Block]:
     blocks: list[Block] = []
     if study is not None:
         commands = "oelm study study.toml --out again\noelm report again"
-        blocks += [Paragraph(words("repeat.study")), Code(commands), Code(study.to_toml(), "study.toml")]
+        blocks += [
+            Paragraph(words("repeat.study")),
+            Code(commands),
+            Code(to_toml(study.to_dict()), "study.toml"),
+        ]
     else:
         blocks.append(Paragraph(words("repeat.runs")))
         for group in view.analysis.groups:

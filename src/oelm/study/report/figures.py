@@ -92,16 +92,13 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> str:
         name = f"{name} − {comparison.group.reference_arm}"
     else:
         name = task if len({c.method for c in view.analysis.comparisons}) == 1 else f"{name}, {task}"
-    text = f"{_short(name, 40)}: {view.verdict(comparison)}"
+    name = name if len(name) <= 40 else f"{name[:39]}…"
+    text = f"{name}: {view.verdict(comparison)}"
     axes.text(0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", color=INK, size=9.5)
     digits = view.digits(comparison)
     span = view.span(paired.low, paired.high, digits)
     label = view.label(comparison.group)
     return f"{label}, {comparison.method}: {numbers.signed(paired.mean, digits)} ({span})"
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def learning_rates(view: View) -> Figures | None:

@@ -45,7 +45,9 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
             task = view.label(c.group)
             yield "void", notice("study.void", task=task, method=c.method, reasons=problems(view, c))
     for group in analysis.groups:
-        yield from _unevaluated(view, group)
+        # Trials that say nothing yet: what is concluded about their methods must wait for them.
+        if runs := [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]:
+            yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
         yield from _failures(view, group)
         yield from _of_group(view, group)
         yield from _of_runs(view, group)
@@ -82,13 +84,6 @@ def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 def _run(cell: Cell) -> Notice:
     return notice("study.run", method=cell.method, lr=cell.lr, seed=cell.seed)
-
-
-def _unevaluated(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
-    """The trials that say nothing yet: what is concluded about their methods must wait for them."""
-    runs = [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]
-    if runs:
-        yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
 
 
 def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
