@@ -84,10 +84,8 @@ def analyse_records(
 
 
 def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
-    """Correct p (Holm) for all planned comparisons of the study.
-
-    One with problems counts as p = 1, so that no fault in the data makes the others look better.
-    """
+    """Correct p (Holm) for all planned comparisons. One with problems counts as p = 1, so that no fault in
+    the data makes the others look better."""
     p_values = [c.paired.p if c.paired and not c.problems else None for c in comparisons]
     adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
     return [
@@ -204,24 +202,19 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
 def _by_item(
     metric: str, pairs: list[tuple[Record, Record]]
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
-    """The same difference over test items, if both arms recorded a score for each item."""
-    a, b = (_item_scores(metric, [pair[place] for pair in pairs]) for place in (0, 1))
-    if a is None or b is None or a.shape != b.shape or not larger_is_better(metric):
-        return None, None
-    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
-    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
-
-
-def _item_scores(metric: str, records: list[Record]) -> np.ndarray | None:
-    """The score of every item (runs, items), items in one order; None unless all items count alike."""
+    """The same difference over test items, if all runs recorded a score for each item and all count alike."""
     rows = []
-    for record in records:
+    for record in [record for pair in pairs for record in pair]:
         arrays = record.predictions()
         items = None if arrays is None else item_scores(metric, arrays)
         if items is None or (items.weights != 1).any():
-            return None
+            return None, None
         rows.append(items.scores)
-    return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
+    if not larger_is_better(metric) or len({len(row) for row in rows}) != 1:
+        return None, None
+    a, b = np.array(rows[::2]), np.array(rows[1::2])  # (seeds, items)
+    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
+    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
 
 
 def _across(comparisons: Sequence[Comparison]) -> list[Across]:

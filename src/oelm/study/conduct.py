@@ -148,7 +148,7 @@ class ProgressView:
         later = [  # measured runs that follow once learning rates are chosen
             len(setting.study.arms) * len(setting.study.seeds)
             for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
-            if not matrix.decided
+            if not (matrix.chosen or matrix.failed)
         ]
         expected = progress.done + len(running) + len(progress.waiting) + sum(later)
         text = f"{progress.done} of {expected} runs"

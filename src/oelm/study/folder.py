@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, to_toml
 from oelm.errors import UserError
@@ -100,23 +100,20 @@ def run_folder(task: str, cell: Cell, key: str) -> Path:
     return Path("runs", *names, f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
 
 
+@dataclass(frozen=True)
 class StudyFolder:
     """A study's folder, held by one process at a time: study.toml, study.json, runs/, log/."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: IO[bytes] | None = None
+    path: Path
 
     @contextlib.contextmanager
     def lock(self, study: Study) -> Iterator[None]:
-        """Hold the folder, a new one or one of the same study; refused if its shared config differs.
-
-        Methods, tasks, learning rates and seeds may have been added or removed: finished runs are reused.
-        """
+        """Hold the folder, a new one or one of the same study; refused if its shared config differs. Methods,
+        tasks, learning rates and seeds may have been added or removed: finished runs are reused."""
         self.check(study)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock_file(self.path / "study.lock")
+            lock = files.lock_file(self.path / "study.lock")
         except BlockingIOError:
             raise UserError(f"{self.path} is in use by another process; wait for it") from None
         except OSError as error:
@@ -128,7 +125,7 @@ class StudyFolder:
                 (self.path / "study.lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
-            self._lock.close()
+            lock.close()
 
     def save(self, study: Study, settings: list[Setting]) -> None:
         """Write study.toml, and note in study.json what was changed after runs had been tested."""

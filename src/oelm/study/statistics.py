@@ -160,10 +160,8 @@ def equivalence(differences: Any, margin: float) -> Equivalence:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm-adjusted p values of one family, in the order given.
-
-    None, a comparison that could not be tested, stays None and is not counted; pass 1 to count it.
-    """
+    """Holm-adjusted p values of one family, in the order given. None, a comparison that could not be tested,
+    stays None and is not counted; pass 1 to count it."""
     tested = [p for p in p_values if p is not None]
     # statsmodels has this too, but collects garbage at each call: half a second with torch loaded.
     order = np.argsort(tested)
@@ -227,10 +225,8 @@ def _estimate(value: Any, bootstrapped: Array, sizes: Sequence[int]) -> Estimate
 
 
 def expected_best(validation_scores: Any, larger_is_better: bool = True) -> Array:
-    """The expected best validation score after 1, 2, ..., n trials.
-
-    Trials are drawn with replacement from the n that were made (Dodge et al. 2019).
-    """
+    """The expected best validation score after 1, 2, ..., n trials, drawn with replacement from the n that
+    were made (Dodge et al. 2019)."""
     scores = np.sort(finite("validation scores", validation_scores))
     if not larger_is_better:
         scores = scores[::-1]

@@ -9,7 +9,7 @@ from oelm.config import to_toml
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table
-from oelm.study.report.notices import Listed, alert, notices
+from oelm.study.report.notices import Listed, notices
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
 
@@ -38,7 +38,7 @@ def build(view: View, folder: str) -> Document:
         title=words("page.title", title=analysis.title),
         subtitle=words("page.subtitle", runs=len(analysis.records), **names),
         answer=answer(view),
-        alert=alert(words, warned),
+        alert=words("page.alert", count=len(warned)) if warned else "",
         sections={key: blocks for key, blocks in sections.items() if blocks},
     )
 

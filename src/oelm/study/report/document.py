@@ -73,14 +73,12 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: `inside` is its SVG without the outer tag. `title` and `description` are for readers who
-    cannot see it, `label` names its setting."""
+    """One drawing: `inside` is its SVG without the outer tag, `label` names its setting."""
 
     name: str
     box: str
     inside: Markup
     title: str
-    description: str
     label: str = ""
 
 

@@ -1,7 +1,4 @@
-"""The figures of a report, as SVG inside the page, with its fonts and the colours of its theme.
-
-A method has the same colour and mark in all of them.
-"""
+"""The figures of a report, as SVG with the fonts and colours of the page; a method looks the same in all."""
 
 import io
 import math
@@ -56,10 +53,11 @@ def forest(view: View, kind: str) -> Figures | None:
     words, unit = view.words, view.unit(rows[0].group)
     margin = max(c.equivalence.margin for c in rows if c.equivalence)
 
-    def paint(axes: Any) -> str:
+    def paint(axes: Any) -> None:
         axes.axvspan(-margin, margin, color=BAND, lw=0)
         axes.axvline(0, color=FAINT, lw=1)
-        texts = [_forest_row(view, axes, c, len(rows) - 1 - place) for place, c in enumerate(rows)]
+        for place, comparison in enumerate(rows):
+            _forest_row(view, axes, comparison, len(rows) - 1 - place)
         axes.set_ylim(-0.45, len(rows) - 0.1)
         axes.margins(x=0.06)
         axes.set_yticks([])
@@ -67,15 +65,13 @@ def forest(view: View, kind: str) -> Figures | None:
         axes.grid(axis="x")
         axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel(words("figure.difference", unit=unit))
-        return words("list.semicolon").join(texts)
 
     title = words("figure.forest")
     figure = _draw(f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, left=0.15)
     return Figures(title, words("figure.forest_how", margin=f"{margin:g}", unit=unit), [figure], {})
 
 
-def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> str:
-    """Draw one comparison; returns it as text."""
+def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
     paired, items = comparison.paired, comparison.items
     assert paired is not None
     place = view.colours[comparison.method]
@@ -95,10 +91,6 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> str:
     name = name if len(name) <= 40 else f"{name[:39]}…"
     text = f"{name}: {view.verdict(comparison)}"
     axes.text(0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", color=INK, size=9.5)
-    digits = view.digits(comparison)
-    span = view.span(paired.low, paired.high, digits)
-    label = view.label(comparison.group)
-    return f"{label}, {comparison.method}: {numbers.signed(paired.mean, digits)} ({span})"
 
 
 def learning_rates(view: View) -> Figures | None:
@@ -107,8 +99,8 @@ def learning_rates(view: View) -> Figures | None:
     return _facets(view, "learning_rates", groups, _paint_learning_rates)
 
 
-def _paint_learning_rates(view: View, group: Group, axes: Any) -> list[str]:
-    texts, lrs = [], group.tried_lrs
+def _paint_learning_rates(view: View, group: Group, axes: Any) -> None:
+    lrs = group.tried_lrs
     for arm in group.arms.values():
         known = {lr: score for lr, score in arm.lr_scores.items() if score is not None}
         if not known:
@@ -121,14 +113,11 @@ def _paint_learning_rates(view: View, group: Group, axes: Any) -> list[str]:
         if arm.chosen and arm.lr in known:
             ring = {"ms": 12, "mfc": "none", "mec": shade, "mew": 1.3, "clip_on": False}
             axes.plot(arm.lr, _shown(group, known[arm.lr]), "o", **ring)
-        pairs = (f"{numbers.learning_rate(lr)} {view.value(group, score)}" for lr, score in known.items())
-        texts.append(f"{arm.method}: {', '.join(pairs)}")
     axes.set_xscale("log")
     shown = lrs[:: math.ceil(len(lrs) / 6)]
     axes.set_xticks(shown, [numbers.learning_rate(lr) for lr in shown], minor=False)
     axes.set_xticks([], minor=True)
     axes.set_xlabel(view.words("figure.learning_rate"))
-    return texts
 
 
 def curves(view: View) -> Figures | None:
@@ -146,8 +135,7 @@ def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.records)}
 
 
-def _paint_curves(view: View, group: Group, axes: Any) -> list[str]:
-    texts = []
+def _paint_curves(view: View, group: Group, axes: Any) -> None:
     for arm in group.arms.values():
         if not (curve := _curve(group, arm)):
             continue
@@ -161,11 +149,8 @@ def _paint_curves(view: View, group: Group, axes: Any) -> list[str]:
             axes.fill_between(steps, lows, highs, color=shade, alpha=0.18, lw=0)
         else:
             axes.vlines(steps, lows, highs, color=shade, alpha=0.5)
-        ends = (view.value(group, fmean(curve[step])) for step in (steps[0], steps[-1]))
-        texts.append(f"{arm.method}: {' → '.join(ends)}")
     axes.set_xlabel(view.words("figure.step"))
     axes.locator_params(axis="x", nbins=5)
-    return texts
 
 
 def _line(view: View, group: Group, arm: ArmResult) -> dict[str, Any]:
@@ -180,7 +165,7 @@ def _shown(group: Group, value: float) -> float:
 
 
 def _facets(
-    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], list[str]]
+    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], None]
 ) -> Figures | None:
     """One small figure for each setting, with the score's axis and a legend."""
     if not groups:
@@ -194,10 +179,9 @@ def _facets(
     figures = []
     for place, group in enumerate(groups[:MOST_FACETS]):
 
-        def fill(axes: Any, group: Group = group) -> str:
-            texts = paint(view, group, axes)
+        def fill(axes: Any, group: Group = group) -> None:
+            paint(view, group, axes)
             _scale(view, group, axes)
-            return "; ".join(texts)
 
         right = 0.5 if group.metric == "perplexity" else 0.2
         figures.append(_draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
@@ -258,14 +242,13 @@ def _mark(place: int) -> str:
 def _draw(
     name: str,
     height: float,
-    paint: Callable[[Any], str],
+    paint: Callable[[Any], None],
     title: str,
     label: str = "",
     left: float = 0.5,
     right: float = 0.15,
 ) -> Figure:
-    """A new figure; `paint` fills its axes and returns its description. Margins are in inches, and `name`
-    makes its ids unique in the page."""
+    """A new figure whose axes `paint` fills; margins in inches. `name` makes its ids unique in the page."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -278,11 +261,11 @@ def _draw(
             (left / WIDTH, 0.48 / height, 1 - (left + right) / WIDTH, 1 - (0.48 + 0.3) / height)
         )
         axes.patch.set_alpha(0)
-        description = paint(axes)
+        paint(axes)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         canvas.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     box, inside = _inline(buffer.getvalue(), name)
-    return Figure(name, box, Markup(inside), title, description, label)
+    return Figure(name, box, Markup(inside), title, label)
 
 
 def _inline(svg: str, name: str) -> tuple[str, str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from oelm.study.matrix import Cell
+from oelm.study.record_checks import is_number
 from oelm.study.report.answer import problems
-from oelm.study.report.view import View, Words
+from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Group
 from oelm.system.messages import Notice, Span, notice, text_of
 
@@ -24,11 +25,6 @@ class Listed:
     kind: str
     notice: Notice
     text: str
-
-
-def alert(words: Words, warned: list[Listed]) -> str:
-    """One line that says how many warnings there are; empty without any."""
-    return words("page.alert", count=len(warned)) if warned else ""
 
 
 def notices(view: View) -> list[Listed]:
@@ -139,7 +135,7 @@ def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 def _shape(told: Notice) -> str:
     """A notice without its numbers."""
-    values = {key: "<number>" if _is_number(value) else value for key, value in told.values.items()}
+    values = {key: "<number>" if is_number(value) else value for key, value in told.values.items()}
     return json.dumps(Notice(told.code, values).to_dict(), sort_keys=True)
 
 
@@ -148,10 +144,6 @@ def _merged(several: list[Notice]) -> Notice:
     values = dict(several[0].values)
     for key, value in values.items():
         seen = [told.values[key] for told in several]
-        if _is_number(value) and min(seen) != max(seen):
+        if is_number(value) and min(seen) != max(seen):
             values[key] = Span(min(seen), max(seen))
     return Notice(several[0].code, values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
 """The shorter forms of a report: text of 80 columns for a terminal, and JSON values for programs."""
 
 import io
-import math
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oelm.study.records import mean_metric, mean_result
+from oelm.claims.verdicts import judge
+from oelm.study.records import Record, mean_metric, mean_result
 from oelm.study.report import tables
 from oelm.study.report.answer import answer
-from oelm.study.report.notices import alert, notices
+from oelm.study.report.notices import notices
 from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
@@ -34,16 +35,16 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
             table.add_row(*(Text(f"{cell.text}\n  {cell.detail}".rstrip()) for cell in row))
         console.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
     warned = notices(view)
-    never = [listed.text for listed in warned if listed.kind == "unevaluated"]
-    for sentence in filter(None, [*answer(view), *never, alert(view.words, warned)]):
+    sentences = [*answer(view), *(listed.text for listed in warned if listed.kind == "unevaluated")]
+    if warned:
+        sentences.append(view.words("page.alert", count=len(warned)))
+    for sentence in sentences:
         console.print(Text(sentence))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
     """Arms, comparisons, claims and warnings as JSON values; a number that is not finite is null."""
-    from oelm.claims.verdicts import judge
-
     view = View(analysis, Words(lang))
     values: dict[str, Any] = {
         "title": analysis.title,
@@ -56,7 +57,8 @@ def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
         "mixtures": analysis.mixtures,
         "left_out": analysis.left_out,
     }
-    return {key: _finite(value) for key, value in values.items()}
+    plain: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return plain
 
 
 def _group(view: View, group: Group) -> dict[str, Any]:
@@ -91,21 +93,19 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "area": arm.area(),
         "behind": group.behind(arm),
         "at_chance": arm.at_chance,
-        "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
-        "failures": [
-            {
-                **{name: getattr(record, name) for name in ("method", "lr", "seed")},
-                "status": "failed" if record.failure_kind else "interrupted",
-                "reason": record.reason.to_dict() if record.reason else None,
-                "kind": record.failure_kind,
-            }
-            for record in arm.failures
-        ],
+        "unevaluated": [asdict(cell) for cell in arm.unevaluated],
+        "failures": [_failure(record) for record in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
         "train_time_s": mean_result(arm.records, "train_time_s"),
         "peak_memory_bytes": mean_result(arm.records, "peak_memory_bytes"),
     }
+
+
+def _failure(record: Record) -> dict[str, Any]:
+    reason, kind = record.reason, record.failure_kind
+    status = {"status": "failed" if kind else "interrupted", "kind": kind}
+    return asdict(record.cell) | status | {"reason": reason.to_dict() if reason else None}
 
 
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
@@ -127,11 +127,3 @@ def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
         "disagreement": comparison.disagreement,
         "problems": list(comparison.problems),
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -124,18 +124,14 @@ class View:
         same = [c for c in self.analysis.comparisons if c.method == method and c.group is group]
         return same[0] if same else None
 
-    @cached_property
-    def _published(self) -> list[Experiment]:
-        return [experiment for experiment in list_experiments() if experiment.variant_of is None]
-
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
         """The published experiments on this task with this model, and their figure on its metric."""
         pairs = []
-        for experiment in self._published:
+        for experiment in list_experiments():
             config, figures = experiment.config, experiment.published
             value = figures.get(group.metric, figures.get(f"best_{group.metric}"))
             same = (config["task"]["name"], config["model"]["name"]) == (group.task, group.model)
-            if same and value is not None:
+            if experiment.variant_of is None and same and value is not None:
                 pairs.append((experiment, float(value)))
         return pairs
 
