@@ -22,7 +22,7 @@ from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.folder import StudyFolder
-from oelm.study.records import find_records, mean_metric
+from oelm.study.records import find_records, mean_of
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
@@ -330,7 +330,7 @@ def test_perplexity_never_stands_without_bits_per_byte(tmp_path):
     written = write_report(out)
     page = Page(written.html.read_text(encoding="utf-8"))
     arm = written.analysis.groups[0].arms["oelm"]
-    bits = f"{mean_metric(arm.records, 'test', 'bits_per_byte'):.3f}"
+    bits = f"{mean_of(arm.records, 'test', 'metrics', 'bits_per_byte'):.3f}"
     assert "bits per byte" in page.by_tag["th"] and bits in page.text
     assert page.by_tag["text"].count("bits per byte") == 2  # rates, curves
     for record in arm.records:  # raw values

@@ -203,7 +203,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.conduct import ProgressView, conduct, kept_models
+    from oelm.study.conduct import ProgressView, conduct
     from oelm.study.report import as_plain, summary, write_report
 
     with ProgressView() as view:
@@ -214,8 +214,8 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         return
     say(summary(written.analysis, lang))
     say("")
-    for what, where in kept_models(progress, out):
-        say(f"model    {what}: {where}")
+    for folder in sorted(out.glob("runs/*/*/*/model")):
+        say(f"model    {folder}")
     for name, reason in progress.failed.items():
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")

@@ -167,13 +167,3 @@ class ProgressView:
             yield f"{run.name}: {step}{left}"
         yield from (f"FAILED {name}" for name in progress.failed)
         yield self._summary(progress)
-
-
-def kept_models(progress: StudyProgress, root: Path) -> list[tuple[str, Path]]:
-    """The trained models that were kept: a description and the folder."""
-    models = [
-        (f"{cell.method} on {setting.task}", setting.folder(root, cell) / "model")
-        for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
-        for cell in matrix.needed
-    ]
-    return [(name, folder) for name, folder in models if folder.is_dir()]

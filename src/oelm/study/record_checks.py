@@ -16,12 +16,7 @@ RESULTS = {
     "object": ("references", "parameters", "arithmetic"),
 }
 PARAMETERS = {"number": ("total", "trainable", "frozen")}
-ARITHMETIC = {"text": ("path", "device", "precision"), "number": ("numerics", "plain_from")}
-ENVIRONMENT = {
-    "object": ("packages",),
-    "text": ("data", "commit", "oelm", "python", "platform", "gpu", "cpu", "device"),
-    "number": ("numerics",),
-}
+ENVIRONMENT = {"object": ("packages",)}
 
 
 def is_number(value: Any) -> bool:
@@ -57,14 +52,11 @@ def type_problem(values: Any, types: Mapping[str, tuple[str, ...]], place: str =
 
 def results_problem(results: Any, tested: bool) -> Notice | None:
     """What is wrong with the contents of results.json; `tested`: whether the run was to be."""
-    problem = (
-        type_problem(results, RESULTS)
-        or type_problem(results.get("parameters") or {}, PARAMETERS, "parameters.")
-        or type_problem(results.get("arithmetic") or {}, ARITHMETIC, "arithmetic.")
-    )
-    if problem:
+    if problem := type_problem(results, RESULTS):
         return problem
     counts, completed = results.get("parameters") or {}, results.get("status") == "completed"
+    if problem := type_problem(counts, PARAMETERS, "parameters."):
+        return problem
     needed = ["status", "task", "metric", "model"]
     if completed:
         needed += ["total_time_s", "parameters", "best", *(["test"] if tested else [])]

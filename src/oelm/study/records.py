@@ -98,14 +98,14 @@ class Record:
             "device": self.environment.get("gpu") or self.environment.get("device"),
             "precision": self.results.get("precision"),
         }
-        return known | self.results.get("arithmetic", {})
+        return known | (self.results.get("arithmetic") or {})
 
     @property
     def made_with(self) -> dict[str, str]:
         """Versions, hardware and precision, as far as they were recorded."""
         environment = self.environment
         values = {name: environment.get(name) for name in ("oelm", "commit", "numerics", "python")}
-        values |= environment.get("packages", {}) | {"platform": environment.get("platform")}
+        values |= (environment.get("packages") or {}) | {"platform": environment.get("platform")}
         values["hardware"] = environment.get("gpu") or environment.get("cpu")
         values["precision"] = self.results.get("precision")
         return {name: str(value) for name, value in values.items() if value is not None}
@@ -314,16 +314,12 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
             damaged.append(error.notice)
 
 
-def mean_result(records: Iterable[Record], name: str) -> float | None:
-    """The mean of a number of results.json; None if no record has it."""
-    return _mean(record.results.get(name) for record in records)
-
-
-def mean_metric(records: Iterable[Record], part: str, name: str) -> float | None:
-    """The mean of a metric of the "test" or "best" evaluation; None if no record has it."""
-    return _mean((record.results.get(part) or {}).get("metrics", {}).get(name) for record in records)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def mean_of(records: Iterable[Record], *keys: str) -> float | None:
+    """The mean of a number of results.json, given by its keys from outside in; None if no record has it."""
+    values = []
+    for record in records:
+        value: Any = record.results
+        for key in keys:
+            value = (value or {}).get(key)
+        values += [] if value is None else [value]
+    return fmean(values) if values else None

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
@@ -124,18 +123,10 @@ def _environment(html: bool) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_unbroken if html else None,
     )
     environment.filters |= {"md": escape_markdown, "fence": fence}
     environment.globals |= {"version": __version__, "style": Markup(_source("style.css"))}
     return environment
-
-
-def _unbroken(value: Any) -> Any:
-    """Keep "68.7 %" and "n = 5" on one line. Markup is left as it is."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    return re.sub(r"(?<=\d) (?=%)|(?<=\b[np]) (?=[=<])|(?<=[=<]) (?=\d)", "\u00a0", value)
 
 
 def _source(name: str) -> str:

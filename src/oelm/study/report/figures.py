@@ -197,9 +197,8 @@ def _scale(view: View, group: Group, axes: Any) -> None:
     if group.kind == "share":
         axes.locator_params(axis="y", nbins=6)
         return
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
     low, high = axes.dataLim.intervaly
     if low > 0 and high / low > 4:
         axes.set_yscale("log")
@@ -207,7 +206,7 @@ def _scale(view: View, group: Group, axes: Any) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.locator_params(axis="y", nbins=6)
-    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter("{x:g}")
     if group.metric == "perplexity" and (factor := _bits_per_log2(group)):
         other = axes.secondary_yaxis(
             "right",
@@ -215,7 +214,7 @@ def _scale(view: View, group: Group, axes: Any) -> None:
         )
         other.yaxis.set_major_locator(MaxNLocator(5))
         other.yaxis.set_minor_locator(NullLocator())
-        other.yaxis.set_major_formatter(plain)
+        other.yaxis.set_major_formatter("{x:g}")
         other.tick_params(colors=LINE, labelcolor=FAINT)
         other.spines["right"].set_visible(False)
         axes.set_title(view.words("metric.bits_per_byte"), loc="right", x=1.12, pad=8)

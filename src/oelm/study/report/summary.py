@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oelm.claims.verdicts import judge
-from oelm.study.records import Record, mean_metric, mean_result
+from oelm.study.records import Record, mean_of
 from oelm.study.report import tables
 from oelm.study.report.answer import answer
 from oelm.study.report.notices import notices
@@ -51,23 +51,25 @@ def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
         "answer": answer(view),
         "settings": [_group(view, group) for group in analysis.groups],
         "comparisons": [_comparison(view, comparison) for comparison in analysis.comparisons],
-        "across": [asdict(entry) for entry in analysis.across],
-        "claims": [asdict(verdict) for verdict in judge(analysis)],
-        "warnings": [asdict(listed) for listed in notices(view)],
+        "across": analysis.across,
+        "claims": judge(analysis),
+        "warnings": notices(view),
         "mixtures": analysis.mixtures,
         "left_out": analysis.left_out,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    # Whatever is no JSON value is one of our dataclasses.
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=asdict), parse_constant=lambda name: None)
     return plain
+
+
+def _picked(source: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _group(view: View, group: Group) -> dict[str, Any]:
     return {
         "label": view.label(group),
-        "task": group.task,
-        "model": group.model,
-        "metric": group.metric,
-        "precision": group.precision,
+        **_picked(group, "task", "model", "metric", "precision"),
         "reference": group.reference_arm,
         "references": group.trivial_baselines,
         "published": {experiment.id: value for experiment, value in view.published(group)},
@@ -76,54 +78,37 @@ def _group(view: View, group: Group) -> dict[str, Any]:
 
 
 def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
-    interval = arm.interval
-    robustness = arm.robustness(group.larger_is_better, group.tolerance)
     runs = arm.records or arm.trials
     return {
-        "method": arm.method,
-        "lr": arm.lr,
-        "chosen": arm.chosen,
-        "seeds": arm.seeds,
+        **_picked(arm, "method", "lr", "chosen", "seeds", "interval", "at_chance"),
         "test": arm.values,
-        "interval": asdict(interval) if interval else None,
-        "bits_per_byte": mean_metric(arm.records, "test", "bits_per_byte"),
+        "bits_per_byte": mean_of(arm.records, "test", "metrics", "bits_per_byte"),
         "rates": [{"lr": lr, "validation": score} for lr, score in arm.lr_scores.items()],
-        "robustness": asdict(robustness) if robustness else None,
+        "robustness": arm.robustness(group.larger_is_better, group.tolerance),
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
         "behind": group.behind(arm),
-        "at_chance": arm.at_chance,
-        "unevaluated": [asdict(cell) for cell in arm.unevaluated],
+        "unevaluated": arm.unevaluated,
         "failures": [_failure(record) for record in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
-        "train_time_s": mean_result(arm.records, "train_time_s"),
-        "peak_memory_bytes": mean_result(arm.records, "peak_memory_bytes"),
+        "train_time_s": mean_of(arm.records, "train_time_s"),
+        "peak_memory_bytes": mean_of(arm.records, "peak_memory_bytes"),
     }
 
 
 def _failure(record: Record) -> dict[str, Any]:
-    reason, kind = record.reason, record.failure_kind
-    status = {"status": "failed" if kind else "interrupted", "kind": kind}
-    return asdict(record.cell) | status | {"reason": reason.to_dict() if reason else None}
+    kind = record.failure_kind
+    status = {"status": "failed" if kind else "interrupted", "kind": kind, "reason": record.reason}
+    return asdict(record.cell) | status
 
 
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
-    parts = {
-        name: asdict(value) if (value := getattr(comparison, name)) is not None else None
-        for name in ("paired", "equivalence", "items", "mcnemar")
-    }
+    tests = ("paired", "equivalence", "items", "mcnemar", "p_holm")
+    verdict = ("verdict", "negligible", "disagreement", "problems")
     return {
         "setting": view.label(comparison.group),
-        "method": comparison.method,
         "reference": comparison.group.reference_arm,
         "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
-        "seeds": list(comparison.seeds),
-        "differences": list(comparison.differences),
-        **parts,
-        "p_holm": comparison.p_holm,
-        "verdict": comparison.verdict,
-        "negligible": comparison.negligible,
-        "disagreement": comparison.disagreement,
-        "problems": list(comparison.problems),
+        **_picked(comparison, "method", "seeds", "differences", *tests, *verdict),
     }

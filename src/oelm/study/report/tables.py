@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from oelm.study.records import mean_result
+from oelm.study.records import mean_of
 from oelm.study.report import numbers
 from oelm.study.report.document import Table, TableCell, make_table
 from oelm.study.report.view import View
@@ -194,8 +194,8 @@ def cost(view: View, group: Group) -> Table | None:
         # On a CPU a record holds only the peak of its process, and a process trains many runs.
         on_cpu = any(record.environment.get("device") == "cpu" for record in runs)
         sizes = [numbers.count(total), numbers.count(parameters.get("trainable")), share]
-        times = [numbers.time_of(arm.step_time()), numbers.time_of(mean_result(runs, "train_time_s"))]
-        memory = numbers.memory(None if on_cpu else mean_result(runs, "peak_memory_bytes"))
+        times = [numbers.time_of(arm.step_time()), numbers.time_of(mean_of(runs, "train_time_s"))]
+        memory = numbers.memory(None if on_cpu else mean_of(runs, "peak_memory_bytes"))
         rows.append([name_cell(view, arm.method), *sizes, *times, memory])
     head = [view.words(f"table.{name}") for name in names]
     return make_table(head, rows, view.title(group)) if rows else None

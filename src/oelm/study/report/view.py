@@ -8,7 +8,7 @@ from typing import Any
 
 from oelm.errors import UserError
 from oelm.study.catalogue import Experiment, list_experiments
-from oelm.study.records import Record, mean_metric
+from oelm.study.records import Record, mean_of
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, Comparison, Group
 from oelm.system.messages import LANGUAGES, fill, read_sentences, sentences
@@ -104,7 +104,7 @@ class View:
 
     def bits(self, records: Sequence[Record], part: str = "test") -> str:
         """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
-        return numbers.fixed(mean_metric(records, part, "bits_per_byte"), 3)
+        return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
         paired = comparison.paired
