@@ -1,10 +1,11 @@
-"""Conduct a study: prepare its data, build every model once, then hand the runs to a launcher."""
+"""Conduct a study: prepare its data, build every model once, give its runs to a launcher, show progress."""
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
@@ -12,7 +13,9 @@ from oelm.study.design import Study
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
-from oelm.system.terminal import say
+from oelm.system.terminal import console, say
+from oelm.training.display import duration
+from oelm.training.status import run_status
 from oelm.training.stopping import stopping
 
 if TYPE_CHECKING:
@@ -44,12 +47,8 @@ def prepare_settings(study: Study) -> list[Setting]:
 
 def check_methods(settings: list[Setting]) -> None:
     """Build every model with every method once: one that cannot be built is refused before any run."""
-    seen = []
-    for setting in settings:
-        if setting.config.model in seen:
-            continue
-        seen.append(setting.config.model)
-        for method in setting.study.methods:
+    for setting in {repr(setting.config.model): setting for setting in settings}.values():
+        for method in setting.study.arms:
             try:
                 _build(setting, setting.run_config(replace(setting.any_cell, method=method)))
             except UserError as error:
@@ -105,3 +104,66 @@ def conduct(
         with stopping(stop_after) as stop:
             stop.patient = True
             return Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+
+
+class ProgressView:
+    """Shows a study's progress on standard error: a line per run and, in a terminal, what is running now.
+    A Scheduler calls `show`."""
+
+    def __init__(self) -> None:
+        self.began, self.first_done = time.monotonic(), -1
+        self._live: Any = None
+
+    def __enter__(self) -> "ProgressView":
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: StudyProgress) -> None:
+        if self.first_done < 0:
+            self.first_done = progress.done
+            if progress.done:
+                progress.news.insert(0, f"{progress.done} runs are done already")
+        for line in progress.news:
+            if self._live is None:
+                say(f"{line}; {self._summary(progress)}", err=True)
+            else:
+                self._live.console.print(line, highlight=False, markup=False)
+        progress.news.clear()
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text("\n".join(self._now(progress))))
+
+    def _summary(self, progress: StudyProgress) -> str:
+        # A run may have written its results before its end is reported: it is done, not running.
+        running = [run for run in progress.running if run.cell not in run.setting.scores]
+        later = [  # measured runs that follow once learning rates are chosen
+            len(setting.study.arms) * len(setting.study.seeds)
+            for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
+            if not (matrix.chosen or matrix.failed)
+        ]
+        expected = progress.done + len(running) + len(progress.waiting) + sum(later)
+        text = f"{progress.done} of {expected} runs"
+        made = progress.done - self.first_done
+        if made > 0:
+            half = len(running) / 2  # on average a running run is half done
+            left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)
+            text += f", about {duration(left)} left"
+        return text
+
+    def _now(self, progress: StudyProgress) -> Iterator[str]:
+        for run in progress.running:
+            state = run_status(run.folder) if (run.folder / "config.toml").exists() else None
+            step = f"step {state.step}/{state.of}" if state and state.of else "starting"
+            left = f", {duration(state.left_s)} left" if state and state.left_s is not None else ""
+            yield f"{run.name}: {step}{left}"
+        yield from (f"FAILED {name}" for name in progress.failed)
+        yield self._summary(progress)
