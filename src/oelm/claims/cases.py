@@ -25,9 +25,10 @@ from oelm.config import SUFFIXES
 from oelm.models.gpt_sizes import PRESETS
 from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs
+from oelm.study.decide import LEVEL
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
-from oelm.study.result_types import LEVEL, Analysis, ArmResult, Group, explain_problems
+from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
 
 
 def architecture(group: Group) -> str:
@@ -195,7 +196,7 @@ class ClaimCase:
 
     def explain_problems(self) -> Sentence:
         arms = {name: self.group.arms[name] for name in (self.reference_arm, self.method)}
-        return format_problems(explain_problems(self.problems, arms, len(self.scores)))
+        return format_problems(explain_problems(self.problems, arms, len(self.scores), 1))
 
     def p(self, threshold: float) -> float | None:
         """Of "the mean is the threshold", two-sided; None if no conclusion may be drawn."""
@@ -241,7 +242,10 @@ def make_case(claim: Claim, group: Group, analysis: Analysis, reference_arm: str
     part, name = part_of(claim, group), reference_arm or claim.reference_arm
     assert part is not None  # or the group would not fit
     arm, reference = group.arms[claim.method], group.arms[name]
-    scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pair_runs(arm, reference))
+    scores = tuple(
+        (_score(part.measure, a), _score(part.measure, b))
+        for a, b in pair_runs(arm.records, reference.records)
+    )
     problems = find_problems(arm, reference, analysis.study)
     thresholds = part.thresholds(margin_of(analysis))
     return ClaimCase(group, part, claim.method, name, scores, problems, *thresholds)

@@ -23,8 +23,9 @@ from oelm.claims.data import (
     with_unit,
 )
 from oelm.study import statistics
+from oelm.study.decide import LEVEL
 from oelm.study.matrix import Cell, Scores, best_lr
-from oelm.study.result_types import LEVEL, Group
+from oelm.study.result_types import Group
 from oelm.system.messages import notice
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot reach 5 %

@@ -41,7 +41,8 @@ from oelm.claims.data import (
 )
 from oelm.claims.learning_rates import judge_ratios, lr_ratios
 from oelm.study import statistics
-from oelm.study.result_types import LEVEL, Analysis, Group
+from oelm.study.decide import LEVEL
+from oelm.study.result_types import Analysis, Group
 
 
 @dataclass(frozen=True)

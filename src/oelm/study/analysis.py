@@ -1,26 +1,28 @@
 """From records to comparisons: what each arm reached at its own best learning rate, and how certain it is.
 
 Everything is computed from the records alone, so a report can be made anywhere and at any time. Runs are
-compared within a setting (same data, model and recipe), paired by seed. Differences are in points (per cent
-of the items) or, for a perplexity, in per cent; a positive difference is always an improvement.
+compared within a setting (same data, model and recipe), paired by seed and by test item. Differences are in
+points (per cent of the items) or, for a perplexity, in per cent (of its logarithm); a positive difference is
+always an improvement.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from oelm.errors import UserError
-from oelm.study import statistics
+from oelm.study import decide, statistics
 from oelm.study.design import Study
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
+from oelm.study.item_values import item_values
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record
-from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Group
-from oelm.training.predictions import item_scores, larger_is_better
+from oelm.study.result_types import Across, Analysis, ArmResult, Comparison, Group
+from oelm.study.two_way import Overall, by_items, overall
 
 
 def analyse(folder: Path) -> Analysis:
@@ -62,12 +64,8 @@ def analyse_records(
     groups = [_group(setting, runs, study) for setting, runs in by_setting.items()]
     groups.sort(key=lambda group: (group.task, group.model, group.setting))
     margin = study.table.margin if study else 1.0
-    comparisons = [
-        _compare(group, method, margin, study)
-        for group in groups
-        for method in group.arms
-        if method != group.reference_arm
-    ]
+    pairs = [(group, *pair) for group in groups for pair in _contrasts(group, study)]
+    comparisons = [_compare(*pair, margin, study, len(pairs)) for pair in pairs]
     used = {id(record) for group in groups for record in group.records}
     tested = [record for record in unique.values() if record.test is not None]
     return Analysis(
@@ -83,14 +81,25 @@ def analyse_records(
     )
 
 
+def _contrasts(group: Group, study: Study | None) -> list[tuple[str, str]]:
+    """The pairs of arms that are compared in a setting."""
+    if study is None:
+        return [(name, group.reference_arm) for name in group.arms if name != group.reference_arm]
+    return [pair for pair in study.contrasts if set(pair) <= group.arms.keys()]
+
+
 def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
-    """Correct p (Holm) for all planned comparisons. One with problems counts as p = 1, so that no fault in
-    the data makes the others look better."""
-    p_values = [c.paired.p if c.paired and not c.problems else None for c in comparisons]
-    adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
+    """Correct p (Holm) for all planned comparisons, differences and equivalences each in a family of their
+    own. A comparison with problems counts as p = 1, so that no fault in the data makes others look better."""
+    found = [c.combined if c.combined and not c.problems else None for c in comparisons]
+    corrected = []
+    for name in ("p", "margin_p"):
+        p_values = [getattr(one, name, None) for one in found]
+        adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
+        corrected.append([None if p is None else a for p, a in zip(p_values, adjusted, strict=True)])
     return [
-        replace(c, p_holm=None if p is None else corrected)
-        for c, p, corrected in zip(comparisons, p_values, adjusted, strict=True)
+        replace(c, p_holm=p, margin_p_holm=margin_p)
+        for c, p, margin_p in zip(comparisons, *corrected, strict=True)
     ]
 
 
@@ -133,8 +142,10 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         unevaluated = tuple(cell for cell in matrix.unevaluated if cell.method == method)
         trials = [r for r in trials if r.lr in matrix.grid and r.seed in study.choice_seeds]
         measured = [r for r in measured if r.seed in study.seeds]
+    near_ties: dict[float, tuple[Record, ...]] = {}
     if matrix is not None and not unevaluated:
-        lr = matrix.chosen.get(method)
+        lr, *further = matrix.measured.get(method, [None])
+        near_ties = {rate: _tested(r for r in measured if r.lr == rate) for rate in further if rate}
         measured = [r for r in measured if r.lr == lr]
         chosen = len(matrix.grid) > 1 and lr is not None
     else:  # whether the learning rate of the measured runs is the best one is not known
@@ -146,42 +157,77 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
         for lr in sorted({cell.lr for cell in scores})
     }
-    complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
-    return ArmResult(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
+    tested = _tested(measured)
+    return ArmResult(method, lr, chosen, tested, tuple(trials), failures, means, unevaluated, near_ties)
 
 
-def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
-    arm, reference_arm = group.arms[method], group.arms[group.reference_arm]
-    pairs = pair_runs(arm, reference_arm)
+def _tested(records: Iterable[Record]) -> tuple[Record, ...]:
+    return tuple(sorted((r for r in records if r.test is not None), key=lambda r: (r.seed, r.lr)))
+
+
+def _compare(
+    group: Group, method: str, reference: str, margin: float, study: Study | None, planned: int
+) -> Comparison:
+    """Compare two arms over seeds and items, at all combinations of their near-tied learning rates."""
+    arm, other = group.arms[method], group.arms[reference]
+    pairs = pair_runs(arm.records, other.records)
     seeds = tuple(run.seed for run, _ in pairs)
     differences = tuple(
-        group.points(run.test) - group.points(reference.test)  # type: ignore[arg-type]
-        for run, reference in pairs
+        group.points(run.test) - group.points(reference_run.test)  # type: ignore[arg-type]
+        for run, reference_run in pairs
     )
-    items, mcnemar = _by_item(group.metric, pairs)
+    ties = [(a, b) for a in arm.by_lr for b in other.by_lr]
+    tables = [table_of(group, pair_runs(a, b)) for a, b in ties]
+    found: list[Overall] = [overall(*table) for table in tables if table is not None]
+    problems = find_problems(arm, other, study, planned)
+    if seeds and len(found) < len(ties):
+        problems = (*problems, "no_items")
+    bound = margin if group.larger_is_better else 100 * math.log(1 + margin / 100)
     return Comparison(
-        group, method, seeds, differences,
-        statistics.paired(differences) if seeds else None,
-        statistics.equivalence(differences, margin) if seeds else None,
-        items, mcnemar,
-        find_problems(arm, reference_arm, study),
+        group, method, reference, margin, seeds, differences,
+        overall=found[0] if tables[0] is not None else None,
+        combined=decide.combine(found, bound) if found and len(found) == len(ties) else None,
+        by_seeds=statistics.interval(differences) if seeds else None,
+        by_items=by_items(*tables[0]) if tables[0] is not None else None,
+        problems=problems,
     )  # fmt: skip
 
 
-def pair_runs(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
-    """The measured runs of two arms that share a seed and their arithmetic, in the order of the seeds."""
-    return [(a, b) for a, b in _same_seed(arm, reference_arm) if a.arithmetic == b.arithmetic]
+def table_of(group: Group, pairs: Sequence[tuple[Record, Record]]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The differences of pairs of runs (seeds, clusters of test items) and the clusters' sizes; None if a run
+    did not record its items."""
+    rows, sizes = [], []
+    sign = 100.0 if group.larger_is_better else -100.0
+    for pair in pairs:
+        arrays = [run.predictions() for run in pair]
+        values = [None if one is None else item_values(group.metric, one) for one in arrays]
+        if values[0] is None or values[1] is None or len(values[0].values) != len(values[1].values):
+            return None
+        rows.append(sign * (values[0].values - values[1].values))
+        sizes.append(values[0].sizes)
+    if not rows or len({len(row) for row in rows}) > 1:
+        return None
+    return np.array(rows), sizes[0]
 
 
-def _same_seed(arm: ArmResult, reference_arm: ArmResult) -> list[tuple[Record, Record]]:
-    runs, references = ({r.seed: r for r in a.records} for a in (arm, reference_arm))
-    return [(runs[seed], references[seed]) for seed in sorted(runs.keys() & references.keys())]
+def pair_runs(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """The runs that share a seed and their arithmetic, in the order of the seeds."""
+    return [(a, b) for a, b in _same_seed(runs, others) if a.arithmetic == b.arithmetic]
 
 
-def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None) -> tuple[str, ...]:
-    """Why no conclusion may be drawn from two arms of a group: codes of PROBLEMS."""
+def _same_seed(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    left, right = ({r.seed: r for r in side} for side in (runs, others))
+    return [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+
+
+def find_problems(
+    arm: ArmResult, reference_arm: ArmResult, study: Study | None, comparisons: int = 1
+) -> tuple[str, ...]:
+    """Why no conclusion may be drawn from two arms, one of so many comparisons: codes of PROBLEMS."""
     arms = (arm, reference_arm)
-    same_seed, pairs = len(_same_seed(*arms)), len(pair_runs(*arms))
+    ties = [(a, b) for a in arm.by_lr for b in reference_arm.by_lr]
+    same_seed = min(len(_same_seed(*tie)) for tie in ties)
+    pairs = min(len(pair_runs(*tie)) for tie in ties)
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
     failed = any(r.lr == a.lr and r.failed_by_method and not r.choosing for a in arms for r in a.failures)
     both_chosen = arm.chosen and reference_arm.chosen
@@ -190,7 +236,7 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
         "failed": failed,
         "unfinished": not failed and same_seed < planned,
         "other_arithmetic": pairs < same_seed,
-        "few_seeds": pairs < FEWEST_SEEDS,
+        "few_seeds": pairs < decide.fewest_seeds(comparisons),
         "other_rates": not both_chosen and (arm.lr is None or arm.lr != reference_arm.lr),
         "unequal_trials": both_chosen and arm.lr_scores.keys() != reference_arm.lr_scores.keys(),
         "at_chance": any(a.at_chance for a in arms),
@@ -199,29 +245,11 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
     return tuple(code for code, applies in problems.items() if applies)
 
 
-def _by_item(
-    metric: str, pairs: list[tuple[Record, Record]]
-) -> tuple[ItemDifference | None, McNemarSeeds | None]:
-    """The same difference over test items, if all runs recorded a score for each item and all count alike."""
-    rows = []
-    for record in [record for pair in pairs for record in pair]:
-        arrays = record.predictions()
-        items = None if arrays is None else item_scores(metric, arrays)
-        if items is None or (items.weights != 1).any():
-            return None, None
-        rows.append(items.scores)
-    if not larger_is_better(metric) or len({len(row) for row in rows}) != 1:
-        return None, None
-    a, b = np.array(rows[::2]), np.array(rows[1::2])  # (seeds, items)
-    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
-    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
-
-
 def _across(comparisons: Sequence[Comparison]) -> list[Across]:
     """Every method that was compared on several tasks, over all of them."""
     by_method: dict[str, list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
-        if comparison.differences:
+        if comparison.differences and comparison.reference == comparison.group.reference_arm:
             by_method[comparison.method].append(comparison)
     return [
         Across(

@@ -96,13 +96,13 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
 
 
 def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
-    """From corrected p values: better, worse, equivalent, small (a difference within the margin) or open."""
-    differs, equal = p is not None and p < LEVEL, margin_p is not None and margin_p < LEVEL
-    if differs and equal:
-        return "small"
-    if differs:
+    """From corrected p values: equivalent, better, worse or open. A difference that is certainly within the
+    margin is called equivalent, be it certainly there or not."""
+    if margin_p is not None and margin_p < LEVEL:
+        return "equivalent"
+    if p is not None and p < LEVEL:
         return "better" if mean > 0 else "worse"
-    return "equivalent" if equal else "open"
+    return "open"
 
 
 def collapsed(points: Sequence[float]) -> list[int]:

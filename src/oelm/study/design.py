@@ -28,7 +28,9 @@ class StudyConfig:
     reference: str | None = None  # the reference arm, which the others are compared with; None: the first
     lrs: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3])
     seeds: int = 5  # measured runs of each method, at its chosen learning rate
-    choose_seeds: int = 1  # trials of each method at each learning rate
+    choose_seeds: int = 3  # trials of each method at each learning rate
+    measure: Literal["near-ties", "best", "all"] = "near-ties"  # learning rates that are measured
+    contrasts: list[str] = field(default_factory=list)  # "oelm - frozen": besides those with the reference
     widen: int = 2  # how often the grid may grow at each side while a best learning rate is at its edge
     margin: float = 1.0  # a smaller difference does not matter: points, or per cent of the perplexity
     models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
@@ -141,6 +143,20 @@ class Study:
         return name
 
     @property
+    def contrasts(self) -> list[tuple[str, str]]:
+        """The pairs of arms that are compared: every arm with the reference arm, then `study.contrasts`."""
+        pairs = [(name, self.reference_arm) for name in self.arms if name != self.reference_arm]
+        for text in self.table.contrasts:
+            pair = tuple(name.strip() for name in text.split(" - "))
+            if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= self.arms.keys():
+                raise UserError(
+                    f"study.contrasts: {text!r} must be two of the arms, as in 'oelm - frozen'; the arms are "
+                    f"{', '.join(self.arms)}"
+                )
+            pairs.append((pair[0], pair[1]))
+        return list(dict.fromkeys(pairs))
+
+    @property
     def tasks(self) -> list[str | None]:
         """Names of tasks; `None` is the task of the [task] table."""
         return [*self.table.tasks] or [None]
@@ -165,8 +181,9 @@ class Study:
         """The runs of one task that are needed, given these validation scores; see `plan_runs`."""
         table, names = self.table, list(self.arms)
         return plan_runs(
-            names, table.lrs, self.choice_seeds, self.seeds, table.widen, scores, larger_is_better, partial
-        )
+            names, table.lrs, self.choice_seeds, self.seeds, table.widen, scores, larger_is_better, partial,
+            table.measure,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         table = {key: value for key, value in asdict(self.table).items() if value is not None}

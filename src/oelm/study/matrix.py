@@ -2,13 +2,16 @@
 
 Phase one tries every learning rate of the grid with every method, on the validation split only. While a
 method's best learning rate is at an edge of the grid, the grid grows there by one, for all methods. Phase two
-measures each method at its own best learning rate, with fresh seeds, on the test split.
+measures each method at its own best learning rate, and at those that could as well be the best, with fresh
+seeds, on the test split. It goes seed by seed, so that pairs are complete whenever a study is interrupted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
+
+from oelm.study.decide import choice_noise, near_ties
 
 
 @dataclass(frozen=True, order=True)
@@ -32,6 +35,7 @@ class Matrix:
 
     grid: list[float]
     chosen: dict[str, float] = field(default_factory=dict)  # method -> learning rate, once chosen
+    measured: dict[str, list[float]] = field(default_factory=dict)  # method -> that one, then near-ties
     needed: list[Cell] = field(default_factory=list)  # every run of the phases that have begun
     at_edge: list[str] = field(default_factory=list)  # methods best at an edge that may not grow further
     failed: list[str] = field(default_factory=list)  # methods with a failed trial at every learning rate
@@ -47,6 +51,7 @@ def plan_runs(
     scores: Scores,
     larger_is_better: bool,
     partial: bool = False,
+    measure: str = "near-ties",
 ) -> Matrix:
     """The matrix as far as these scores determine it.
 
@@ -56,7 +61,7 @@ def plan_runs(
     matrix = Matrix(grid=sorted(lrs))
     if len(matrix.grid) == 1:  # nothing to choose
         matrix.chosen = dict.fromkeys(methods, matrix.grid[0])
-        matrix.needed = [Cell(m, matrix.grid[0], seed, False) for m in methods for seed in seeds]
+        _measure(matrix, seeds)
         return matrix
     room = {"low": widen, "high": widen}
     while True:
@@ -79,8 +84,39 @@ def plan_runs(
     matrix.at_edge = sorted({*edges["low"], *edges["high"]})
     matrix.failed = [m for m in whole if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
-    matrix.needed += [Cell(m, lr, seed, False) for m, lr in matrix.chosen.items() for seed in seeds]
+    further = _near_ties(matrix, choice_seeds, scores, larger_is_better) if measure == "near-ties" else {}
+    if measure == "all":
+        further = {m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores)] for m in whole}
+    _measure(matrix, seeds, further)
     return matrix
+
+
+def _measure(
+    matrix: Matrix, seeds: Sequence[int], further: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """Ask for the measured runs of every method at its best learning rate and at `further` ones."""
+    more = further or {}
+    matrix.measured = {m: list(dict.fromkeys([lr, *more.get(m, ())])) for m, lr in matrix.chosen.items()}
+    matrix.needed += [
+        Cell(m, lr, seed, False) for seed in seeds for m, lrs in matrix.measured.items() for lr in lrs
+    ]
+
+
+def _near_ties(
+    matrix: Matrix, choice_seeds: Sequence[int], scores: Scores, larger_is_better: bool
+) -> dict[str, list[float]]:
+    """The learning rates of every method that could be the best, by the noise of all methods' trials."""
+    sign = 1 if larger_is_better else -1
+    trials: dict[str, dict[float, list[float]]] = {}
+    for method in matrix.chosen:
+        by_lr = {lr: [scores[Cell(method, lr, seed, True)] for seed in choice_seeds] for lr in matrix.grid}
+        trials[method] = {
+            lr: [sign * value for value in values if value is not None]
+            for lr, values in by_lr.items()
+            if None not in values
+        }
+    noise, df = choice_noise(list(trials.values()))
+    return {method: near_ties(by_lr, noise, df) for method, by_lr in trials.items()}
 
 
 def best_lr(

@@ -1,20 +1,18 @@
-"""The result types of an analysis: arms, settings, paired comparisons, and what forbids a conclusion."""
+"""The result types of an analysis: arms, settings, comparisons, and what forbids a conclusion."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from oelm.study import statistics
+from oelm.study import decide, statistics
+from oelm.study.decide import Combined
 from oelm.study.design import Study
-from oelm.study.items import ItemDifference, McNemarSeeds
 from oelm.study.matrix import Cell, Matrix
 from oelm.study.records import Record
+from oelm.study.two_way import Overall
 from oelm.system.messages import Notice, notice
-
-FEWEST_SEEDS = 5  # for a claim
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,12 @@ class ArmResult:
     failures: tuple[Record, ...]  # runs without a score
     lr_scores: dict[float, float | None]  # learning rate -> mean validation score; None: a trial failed
     unevaluated: tuple[Cell, ...] = ()  # trials of the grid without a result: missing, or ended by a fault
+    near_ties: dict[float, tuple[Record, ...]] = field(default_factory=dict)  # runs at further learning rates
+
+    @property
+    def by_lr(self) -> list[tuple[Record, ...]]:
+        """The measured runs at the best learning rate, then those at each near-tie."""
+        return [self.records, *self.near_ties.values()]
 
     @property
     def seeds(self) -> list[int]:
@@ -43,6 +47,10 @@ class ArmResult:
     def at_chance(self) -> list[int]:
         """Seeds whose run cannot be told from the most frequent class on validation."""
         return [record.seed for record in self.records if record.results.get("at_chance")]
+
+    def collapsed(self, points: Callable[[float], float]) -> list[int]:
+        """Seeds whose measured run fell far below the others; see `oelm.study.decide`."""
+        return [self.seeds[place] for place in decide.collapsed(list(map(points, self.values)))]
 
     @property
     def interval(self) -> statistics.Interval | None:
@@ -129,18 +137,25 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm against the reference arm of its setting; `differences` are by seed, positive is better."""
+    """Two arms of a setting. All differences are positive where `method` is better than `reference`.
+
+    `overall` counts seeds and test items, at the two best learning rates; `combined` is what holds for all
+    combinations of near-tied learning rates, and decides. `by_seeds` and `by_items` count one of them only.
+    """
 
     group: Group
     method: str
+    reference: str
+    margin: float
     seeds: tuple[int, ...]
-    differences: tuple[float, ...]
-    paired: statistics.Paired | None
-    equivalence: statistics.Equivalence | None
-    items: ItemDifference | None  # on the scale of differences
-    mcnemar: McNemarSeeds | None
+    differences: tuple[float, ...]  # by seed, at the two best learning rates
+    overall: Overall | None
+    combined: Combined | None
+    by_seeds: statistics.Interval | None
+    by_items: statistics.Interval | None
     problems: tuple[str, ...]  # codes of PROBLEMS: why no conclusion may be drawn
-    p_holm: float | None = None  # within the family of all comparisons of the study
+    p_holm: float | None = None  # of a difference, within the family of all planned comparisons
+    margin_p_holm: float | None = None  # of a difference within the margin, in a family of its own
 
     @property
     def arm(self) -> ArmResult:
@@ -148,54 +163,53 @@ class Comparison:
 
     @property
     def reference_arm(self) -> ArmResult:
-        return self.group.arms[self.group.reference_arm]
+        return self.group.arms[self.reference]
+
+    @property
+    def mean(self) -> float | None:
+        return self.combined.mean if self.combined else None
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether a run of either arm collapsed: then nothing is called equivalent."""
+        return any(arm.collapsed(self.group.points) for arm in (self.arm, self.reference_arm))
 
     @property
     def verdict(self) -> str:
         """better, worse, equivalent, open (not decided by the data), or void (see `problems`)."""
-        if self.problems or self.paired is None:
+        if self.problems or self.combined is None:
             return "void"
-        if self.p_holm is not None and self.p_holm < LEVEL:
-            return "better" if self.paired.mean > 0 else "worse"
-        if self.equivalence is not None and self.equivalence.equivalent:
-            return "equivalent"
-        return "open"
+        equivalent = None if self.collapsed else self.margin_p_holm
+        return decide.verdict(self.combined.mean, self.p_holm, equivalent)
 
     @property
-    def negligible(self) -> bool:
-        """Different, but by less than the margin that was stated not to matter."""
-        within = self.equivalence is not None and self.equivalence.equivalent
-        return within and self.verdict in ("better", "worse")
+    def small_difference(self) -> bool:
+        """Equivalent, and yet different: by less than the margin that was stated not to matter."""
+        return self.verdict == "equivalent" and self.p_holm is not None and self.p_holm < decide.LEVEL
 
     @property
-    def disagreement(self) -> str | None:
-        """Why the 95 % interval and the verdict disagree about 0; None if they agree.
-
-        "test": from 20 pairs on, interval and p come from different procedures. "family": p is corrected
-        for the other comparisons, the interval is not. In both cases p decides.
-        """
-        paired = self.paired
-        if self.verdict == "void" or paired is None or paired.p is None:
-            return None
-        if paired.low is None or paired.high is None or paired.low == paired.high:
-            return None
-        excludes_0 = paired.low > 0 or paired.high < 0
-        if excludes_0 == (self.verdict in ("better", "worse")):
-            return None
-        return "family" if excludes_0 and paired.p < LEVEL else "test"
+    def only_family(self) -> bool:
+        """Whether the 95 % interval excludes 0 but p, corrected for the other comparisons, does not."""
+        found = self.combined
+        if self.verdict != "open" or found is None or found.low is None or found.high is None:
+            return False
+        return found.low > 0 or found.high < 0
 
 
 PROBLEMS = (
-    "few_seeds", "other_rates", "unequal_trials", "at_chance", "other_arithmetic", "unevaluated", "failed",
-    "unfinished", "chosen_on_test",
+    "few_seeds", "no_items", "other_rates", "unequal_trials", "at_chance", "other_arithmetic", "unevaluated",
+    "failed", "unfinished", "chosen_on_test",
 )  # fmt: skip
 
 
-def explain_problems(codes: Iterable[str], arms: Mapping[str, ArmResult], pairs: int) -> list[Notice]:
-    """Codes of PROBLEMS with their values; `arms` are those compared, by the names to call them."""
+def explain_problems(
+    codes: Iterable[str], arms: Mapping[str, ArmResult], pairs: int, comparisons: int
+) -> list[Notice]:
+    """Codes of PROBLEMS with their values; `arms` are those compared, by the names to call them, and
+    `comparisons` says how many the study planned."""
     lost = {name: list(arm.at_chance) for name, arm in arms.items() if arm.at_chance}
     values: dict[str, dict[str, Any]] = {
-        "few_seeds": {"n": pairs, "fewest": FEWEST_SEEDS},
+        "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons)},
         "at_chance": {"runs": [notice("study.seeds", method=name, seeds=s) for name, s in lost.items()]},
         "unevaluated": {"methods": list(dict.fromkeys(a.method for a in arms.values() if a.unevaluated))},
     }

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from oelm.errors import UserError
+from oelm.study.statistics import Interval, interval
 
 Array = np.ndarray
 
@@ -61,6 +62,23 @@ class Overall:
         return float(stats.t.ppf((1 + self.level) / 2, df) * math.sqrt(by_seed + by_item))
 
 
+def by_items(differences: Array, sizes: Any = None) -> Interval:
+    """The same mean with an interval over the items alone: these seeds, other test items."""
+    table = _weighted(differences, sizes)
+    return interval(table.mean(axis=0))
+
+
+def _weighted(table: Array, sizes: Any) -> Array:
+    """A table whose plain mean and its variance are those of the mean weighted by size.
+
+    Sizes are drawn with the items: each pulls the mean by its size times its distance from it.
+    """
+    weights = np.ones(table.shape[1]) if sizes is None else np.asarray(sizes, dtype=np.float64)
+    weights = weights / weights.mean()
+    mean = (table * weights).mean()
+    return mean + weights * (table - mean)
+
+
 def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall:
     """The mean of a table of differences (seeds, items), each item weighted by its size.
 
@@ -73,11 +91,8 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
         raise UserError("differences must be a table of finite numbers, seeds x items")
     seeds, items = table.shape
-    weights = np.ones(items) if sizes is None else np.asarray(sizes, dtype=np.float64)
-    weights = weights / weights.mean()
-    mean = float((table * weights).sum() / (seeds * items))
-    # The sizes are drawn with the items: each pulls the weighted mean by its size times its distance from it.
-    table = mean + weights * (table - mean)
+    table = _weighted(table, sizes)
+    mean = float(table.mean())
     by_seed, by_item = table.mean(axis=1), table.mean(axis=0)
     rest = table - by_seed[:, None] - by_item + mean
     nothing = Overall(seeds, items, mean, None, None, 0.0, 0.0, level, None, None, None)

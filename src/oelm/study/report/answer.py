@@ -6,6 +6,7 @@ from typing import Any
 from oelm.study.report import numbers
 from oelm.study.report.view import View
 from oelm.study.result_types import Comparison, Group, explain_problems
+from oelm.study.two_way import seeds_needed
 from oelm.system.messages import Notice, text_of
 
 MOST_CLAUSES = 3  # comparisons that are described one by one; more are counted
@@ -33,38 +34,47 @@ def answer(view: View) -> list[str]:
 
 def clause(view: View, comparison: Comparison) -> str:
     """One comparison in words."""
-    group, verdict, paired = comparison.group, comparison.verdict, comparison.paired
-    values: dict[str, Any] = {"method": comparison.method, "reference_arm": group.reference_arm}
-    if verdict == "void" or paired is None:
+    group, verdict, found = comparison.group, comparison.verdict, comparison.combined
+    values: dict[str, Any] = {"method": comparison.method, "reference_arm": comparison.reference}
+    values["n"] = len(comparison.seeds)
+    if verdict == "void" or found is None:
         seen = view.words("answer.seen_nothing")
-        if paired is not None:
-            seen = view.words("answer.seen", diff=_difference(view, comparison), n=paired.n)
+        if found is not None:
+            seen = view.words("answer.seen", diff=_difference(view, comparison), n=values["n"])
         return view.words("answer.void", **values, reasons=reasons(view, comparison), seen=seen)
     digits = view.digits(comparison)
-    values |= {"n": paired.n, "p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
+    values |= {"p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
     values |= {"diff": _difference(view, comparison), "count": len(view.analysis.comparisons)}
-    values["interval"] = view.span(paired.low, paired.high, digits)
+    values["interval"] = view.span(found.low, found.high, digits)
+    values["margin"] = view.amount(group, f"{comparison.margin:g}")
     if verdict == "open":
-        if paired.low is None or paired.low == paired.high:
+        if found.low is None or found.low == found.high:
             return view.words("answer.open_flat", **values)
-        why = comparison.disagreement
-        return view.words(f"answer.open_{why}" if why else "answer.open", **values)
-    test = comparison.equivalence
-    assert test is not None
-    values["margin"] = view.amount(group, f"{test.margin:g}")
+        key = "answer.open_family" if comparison.only_family else "answer.open"
+        return view.words(key, **values, narrow=_narrowing(view, comparison))
     if verdict == "equivalent":
-        values["interval"] = view.span(test.low, test.high, numbers.digits_for(test.low, test.high))
-        values["diff"] = view.amount(group, numbers.signed(paired.mean, digits))
-        return view.words("answer.equivalent", **values | {"p": numbers.equals(test.p)})
+        values["diff"] = view.amount(group, numbers.signed(found.mean, digits))
+        values["p"] = numbers.equals(comparison.margin_p_holm)
+        tail = view.words("answer.small") if comparison.small_difference else ""
+        return view.words("answer.equivalent", **values, tail=tail)
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1
-    ends = sorted(sign * end for end in (paired.low, paired.high) if end is not None)
-    values["diff"] = view.amount(group, numbers.fixed(sign * paired.mean, digits))
+    ends = sorted(sign * end for end in (found.low, found.high) if end is not None)
+    values["diff"] = view.amount(group, numbers.fixed(sign * found.mean, digits))
     values["interval"] = view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else "–"
-    tail = view.words("answer.negligible", **values) if comparison.negligible else ""
-    if comparison.disagreement is not None:
-        tail += view.words("answer.reaches_0")
-    return view.words(f"answer.{verdict}_{group.kind}", **values, tail=tail)
+    return view.words(f"answer.{verdict}_{group.kind}", **values)
+
+
+def _narrowing(view: View, comparison: Comparison) -> str:
+    """What would narrow an interval that decides nothing: more seeds, or only more test items."""
+    found = comparison.overall
+    assert found is not None
+    needed = seeds_needed(found, comparison.margin)
+    if needed is not None:
+        return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
+    width = found.half_width()
+    text = view.amount(comparison.group, numbers.fixed(width, numbers.digits_for(-width, width)))
+    return view.words("answer.narrow_items", items=numbers.count(found.items), width=text)
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
@@ -81,13 +91,14 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
         for arm in (c.reference_arm, c.arm)
     }
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
-    return explain_problems(codes, arms, min(len(c.seeds) for c in comparisons))
+    seeds = min(len(c.seeds) for c in comparisons)
+    return explain_problems(codes, arms, seeds, len(view.analysis.comparisons))
 
 
 def _difference(view: View, comparison: Comparison) -> str:
     """The mean difference; for a perplexity, where lower is better, with the direction that is better."""
-    assert comparison.paired is not None
-    text = view.amount(comparison.group, numbers.signed(comparison.paired.mean, view.digits(comparison)))
+    assert comparison.combined is not None
+    text = view.amount(comparison.group, numbers.signed(comparison.combined.mean, view.digits(comparison)))
     return view.with_detail(text, "" if comparison.group.larger_is_better else view.words("answer.sense"))
 
 
@@ -100,18 +111,24 @@ def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
     """Many methods on one task."""
     words, group, parts = view.words, comparisons[0].group, []
     for verdict, several in _verdicts(comparisons).items():
-        names = words.items(f"{c.method} {_amount(view, [c])}".strip() for c in several)
+        names = words.items(f"{_name(c)} {_amount(view, [c])}".strip() for c in several)
         parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
     clauses = words("list.semicolon").join(parts)
     clauses = words("answer.against", reference_arm=group.reference_arm, clauses=clauses)
     return words("answer.on", task=view.label(group), clauses=clauses)
 
 
+def _name(comparison: Comparison) -> str:
+    """The arm, with the other one where that is not the reference arm of the setting."""
+    contrast = comparison.reference != comparison.group.reference_arm
+    return f"{comparison.method} − {comparison.reference}" if contrast else comparison.method
+
+
 def _by_method(view: View, comparisons: Sequence[Comparison]) -> str:
     """Several tasks: how often each method came out better, worse, equivalent or neither."""
     words, clauses = view.words, []
-    for method in dict.fromkeys(c.method for c in comparisons):
-        verdicts = _verdicts([c for c in comparisons if c.method == method])
+    for method in dict.fromkeys(map(_name, comparisons)):
+        verdicts = _verdicts([c for c in comparisons if _name(c) == method])
         parts = [_part(view, verdict, several, len(verdicts) == 1) for verdict, several in verdicts.items()]
         clauses.append(words("answer.method", method=method, parts=words.items(parts)))
     names = {c.group.reference_arm for c in comparisons}
@@ -131,14 +148,14 @@ def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: 
         names = words("list.more", names=names, count=len(several) - MOST_NAMES)
     text = words(f"answer.{key}", verdict=words(f"answer.is_{verdict}"), count=len(several), names=names)
     details = [_amount(view, several)] if verdict in ("better", "worse") else []
-    if any(c.negligible for c in several):
-        details.append(words("verdict.negligible"))
+    if any(c.small_difference for c in several):
+        details.append(words("verdict.small"))
     return view.with_detail(text, words.items(filter(None, details)))
 
 
 def _amount(view: View, several: Sequence[Comparison]) -> str:
     """The difference, or the range of several; empty if they have different units."""
-    means = sorted(c.paired.mean for c in several if c.paired is not None and c.verdict != "void")
+    means = sorted(c.combined.mean for c in several if c.combined and c.verdict != "void")
     if not means or len({c.group.kind for c in several}) > 1:
         return ""
     digits = max(view.digits(c) for c in several)

@@ -77,11 +77,7 @@ def _certainty(view: View) -> list[Block]:
     table = tables.certainty(view)
     if table is None:
         return []
-    blocks: list[Block] = [table]
-    if apart := [c for c in view.analysis.comparisons if c.disagreement]:
-        names = view.words.items(view.with_detail(c.method, view.label(c.group)) for c in apart)
-        blocks.append(Paragraph(view.words("section.disagree", names=names)))
-    return _with_note(view, blocks, "certainty_note")
+    return _with_note(view, [table], "certainty_note")
 
 
 def _raw(view: View) -> list[Block]:

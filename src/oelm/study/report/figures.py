@@ -47,11 +47,11 @@ _STYLE: dict[Any, Any] = {
 
 def forest(view: View, kind: str) -> Figures | None:
     """Paired differences with their intervals, one row for each comparison of a kind."""
-    rows = [c for c in view.analysis.comparisons if c.paired is not None and c.group.kind == kind][:MOST_ROWS]
+    rows = [c for c in view.analysis.comparisons if c.combined and c.group.kind == kind][:MOST_ROWS]
     if not rows:
         return None
     words, unit = view.words, view.unit(rows[0].group)
-    margin = max(c.equivalence.margin for c in rows if c.equivalence)
+    margin = max(c.margin for c in rows)
 
     def paint(axes: Any) -> None:
         axes.axvspan(-margin, margin, color=BAND, lw=0)
@@ -72,20 +72,20 @@ def forest(view: View, kind: str) -> Figures | None:
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
-    paired, items = comparison.paired, comparison.items
-    assert paired is not None
+    found, items = comparison.combined, comparison.by_items
+    assert found is not None
     place = view.colours[comparison.method]
     shade = _colour(place)
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
-    if paired.low is not None:
-        axes.plot([paired.low, paired.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
+    if found.low is not None:
+        axes.plot([found.low, found.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
     filling = PAGE if comparison.verdict == "void" else shade
-    axes.plot(paired.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
+    axes.plot(found.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
     # What distinguishes a comparison from the others comes first: long names are cut.
     name, task = comparison.method, view.title(comparison.group)
     if not task:
-        name = f"{name} − {comparison.group.reference_arm}"
+        name = f"{name} − {comparison.reference}"
     else:
         name = task if len({c.method for c in view.analysis.comparisons}) == 1 else f"{name}, {task}"
     name = name if len(name) <= 40 else f"{name[:39]}…"

@@ -104,11 +104,12 @@ def _failure(record: Record) -> dict[str, Any]:
 
 
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
-    tests = ("paired", "equivalence", "items", "mcnemar", "p_holm")
-    verdict = ("verdict", "negligible", "disagreement", "problems")
+    tests = ("combined", "by_seeds", "by_items", "margin", "p_holm", "margin_p_holm")
+    verdict = ("verdict", "small_difference", "collapsed", "problems")
+    found = comparison.overall
     return {
         "setting": view.label(comparison.group),
-        "reference": comparison.group.reference_arm,
+        "overall": asdict(found) | {"share_items": found.share_items} if found else None,
         "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
-        **_picked(comparison, "method", "seeds", "differences", *tests, *verdict),
+        **_picked(comparison, "method", "reference", "seeds", "differences", *tests, *verdict),
     }

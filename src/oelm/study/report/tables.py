@@ -56,13 +56,14 @@ def _result(view: View, group: Group, arm: ArmResult) -> Row:
     comparison = view.comparison(group, arm.method)
     if comparison is None:
         return [*row, "", TableCell(view.words("verdict.reference_arm"), tone="quiet")]
-    p = f"p {numbers.equals(comparison.p_holm)}" if comparison.p_holm is not None else ""
+    decisive = comparison.margin_p_holm if comparison.verdict == "equivalent" else comparison.p_holm
+    p = f"p {numbers.equals(decisive)}" if decisive is not None else ""
     verdict = TableCell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
-    if comparison.paired is None:
+    if comparison.combined is None:
         return [*row, numbers.NOTHING, verdict]
-    paired, digits = comparison.paired, view.digits(comparison)
-    span = "" if paired.low is None else view.span(paired.low, paired.high, digits)
-    return [*row, TableCell(numbers.signed(paired.mean, digits), span), verdict]
+    found, digits = comparison.combined, view.digits(comparison)
+    span = "" if found.low is None else view.span(found.low, found.high, digits)
+    return [*row, TableCell(numbers.signed(found.mean, digits), span), verdict]
 
 
 def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
@@ -82,38 +83,44 @@ def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
 def certainty(view: View) -> Table | None:
     """Every test and interval of every comparison."""
     words = view.words
-    comparisons = [c for c in view.analysis.comparisons if c.paired is not None]
+    comparisons = [c for c in view.analysis.comparisons if c.overall is not None]
     if not comparisons:
         return None
     several = len(view.analysis.groups) > 1
     names = (
-        "mean_difference", "interval", "p_plain", "p_holm", "margin", "interval90", "p_equivalence", "items",
-        "mcnemar",
+        "seeds", "clusters", "interval", "by_seeds", "by_items", "share_items", "p_plain", "p_holm", "margin",
+        "p_equivalence",
     )  # fmt: skip
-    head = ["n", *(words(f"table.{name}") for name in names)]
+    head = [words(f"table.{name}") for name in names]
     rows: list[Row] = [
-        [*([view.label(c.group)] if several else []), name_cell(view, c.method), *_tests(view, c)]
+        [*([view.label(c.group)] if several else []), _pair_cell(view, c), *_tests(view, c)]
         for c in comparisons
     ]
-    first = [*([words("table.task")] if several else []), words("table.method")]
+    first = [*([words("table.task")] if several else []), words("table.comparison")]
     return make_table([*first, *head], rows, left=range(len(first)))
 
 
+def _pair_cell(view: View, comparison: Comparison) -> TableCell:
+    name = view.words("table.minus", method=comparison.method, reference_arm=comparison.reference)
+    ties = len(comparison.arm.by_lr) * len(comparison.reference_arm.by_lr)
+    detail = view.words("table.combinations", count=ties) if ties > 1 else ""
+    return TableCell(name, detail, colour=view.colours[comparison.method])
+
+
 def _tests(view: View, comparison: Comparison) -> list[str]:
-    paired, equivalence, items = comparison.paired, comparison.equivalence, comparison.items
-    assert paired is not None
-    digits = view.digits(comparison)
+    found, whole = comparison.overall, comparison.combined
+    assert found is not None
+    digits, share = view.digits(comparison), found.share_items
+    intervals = (whole, comparison.by_seeds, comparison.by_items)
     return [
-        str(paired.n),
-        view.amount(comparison.group, numbers.signed(paired.mean, digits)),
-        view.span(paired.low, paired.high, digits),
-        numbers.p_value(paired.p),
+        str(found.seeds),
+        numbers.count(found.items),
+        *(view.span(one.low, one.high, digits) if one else numbers.NOTHING for one in intervals),
+        numbers.NOTHING if share is None else f"{100 * share:.0f} %",
+        numbers.p_value(whole.p if whole else None),
         numbers.p_value(comparison.p_holm),
-        f"±{equivalence.margin:g}" if equivalence else numbers.NOTHING,
-        view.span(equivalence.low, equivalence.high, digits) if equivalence else numbers.NOTHING,
-        numbers.p_value(equivalence.p if equivalence else None),
-        view.span(items.low, items.high, digits) if items else numbers.NOTHING,
-        numbers.p_value(comparison.mcnemar.p if comparison.mcnemar else None),
+        f"±{comparison.margin:g}",
+        numbers.p_value(comparison.margin_p_holm),
     ]
 
 
@@ -206,10 +213,10 @@ def raw(view: View, group: Group) -> Table | None:
     arms = [arm for arm in group.arms.values() if arm.records]
     if not arms:
         return None
-    comparisons = [c for arm in arms if (c := view.comparison(group, arm.method)) is not None]
+    comparisons = [c for c in view.analysis.comparisons if c.group is group and c.arm in arms]
     head = [
         view.words("table.seed"), *(arm.method for arm in arms),
-        *(view.words("table.minus", method=c.method, reference_arm=group.reference_arm) for c in comparisons),
+        *(view.words("table.minus", method=c.method, reference_arm=c.reference) for c in comparisons),
     ]  # fmt: skip
     differences = [dict(zip(c.seeds, c.differences, strict=True)) for c in comparisons]
     rows = [

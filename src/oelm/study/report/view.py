@@ -107,8 +107,8 @@ class View:
         return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
-        paired = comparison.paired
-        return numbers.digits_for(paired.low, paired.high) if paired else 1
+        found = comparison.combined
+        return numbers.digits_for(found.low, found.high) if found else 1
 
     def span(self, low: float | None, high: float | None, digits: int) -> str:
         """An interval of differences."""
@@ -117,11 +117,13 @@ class View:
         return self.words.range(numbers.signed(low, digits), numbers.signed(high, digits))
 
     def verdict(self, comparison: Comparison) -> str:
-        keys = [comparison.verdict, *(["negligible"] if comparison.negligible else [])]
-        return ", ".join(self.words(f"verdict.{key}") for key in keys)
+        text = self.words(f"verdict.{comparison.verdict}")
+        return self.with_detail(text, self.words("verdict.small") if comparison.small_difference else "")
 
     def comparison(self, group: Group, method: str) -> Comparison | None:
-        same = [c for c in self.analysis.comparisons if c.method == method and c.group is group]
+        """The comparison of a method with the reference arm."""
+        pair, comparisons = (method, group.reference_arm), self.analysis.comparisons
+        same = [c for c in comparisons if (c.method, c.reference) == pair and c.group is group]
         return same[0] if same else None
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
