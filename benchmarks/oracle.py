@@ -21,13 +21,13 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import Dataset
@@ -39,7 +39,6 @@ from oelm.data import Store, open_store
 from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
-from oelm.study.statistics import equivalence
 from oelm.system.files import write_json
 from oelm.training.folder import environment
 from oelm.training.loop import train
@@ -272,6 +271,16 @@ def one_run(arm: str, seed: int, options: argparse.Namespace, store: Store, devi
     return {"arm": arm, "seed": seed, "seconds": round(time.perf_counter() - began, 2)} | curve
 
 
+def equivalence(differences: list[float], margin: float) -> dict[str, Any]:
+    """Two one-sided paired t tests at 5 %: equivalent if the 90 % interval is inside the margin."""
+    found = stats.ttest_1samp(differences, 0.0)
+    low, high = map(float, found.confidence_interval(0.90))
+    mean, error = statistics.mean(differences), (high - low) / 2 / stats.t.ppf(0.95, found.df)
+    p = float(stats.t.sf((margin - abs(mean)) / error, found.df))
+    ends = {"low": low, "high": high, "p": p, "equivalent": p < 0.05}
+    return {"n": len(differences), "mean": mean, "margin": margin, **ends}
+
+
 def compared(runs: list[Curve], share: float) -> dict[str, Any]:
     """Our arms less the Trainer, seed by seed."""
     of = {(run["arm"], run["seed"]): run for run in runs}
@@ -287,7 +296,7 @@ def compared(runs: list[Curve], share: float) -> dict[str, Any]:
                 differences = [a - b for a, b in zip(values, theirs, strict=True)]
                 entry |= {
                     "differences": differences,
-                    "less_trainer": asdict(equivalence(differences, margin)),
+                    "less_trainer": equivalence(differences, margin),
                 }
             found["arms"].setdefault(arm, {})[name] = entry
     for arm in ("fast", "plain"):

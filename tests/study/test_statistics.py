@@ -1,38 +1,29 @@
 """Every statistic against scipy, statsmodels or a value worked by hand, and the properties it must have."""
 
 import math
-import time
 from dataclasses import asdict
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
-from statsmodels.stats import contingency_tables, multitest, weightstats
+from statsmodels.stats import multitest
 
 from oelm.errors import UserError
-from oelm.study.items import EXACT_BELOW, item_bootstrap, mcnemar, mcnemar_seeds
 from oelm.study.statistics import (
     area_under_curve,
-    equivalence,
     expected_best,
     holm,
     interquartile_mean,
     interval,
     lr_robustness,
-    paired,
     probability_of_improvement,
-    widened,
 )
-
-FIVE = [0.012, -0.003, 0.008, 0.015, 0.001]
-MANY = np.random.default_rng(7).exponential(size=24) - 0.6
 
 # Scores as they are reported, to four places.
 scores = st.integers(-10_000, 10_000).map(lambda n: n / 10_000)
 few = st.lists(scores, min_size=2, max_size=12)
-enough = st.lists(scores, min_size=20, max_size=30)
 
 
 def differing(values):
@@ -40,97 +31,13 @@ def differing(values):
     return values
 
 
-# One arm and pairs of arms.
-
-
-def test_few_pairs_get_a_t_test_and_a_t_interval():
-    result = paired(FIVE)
-    assert result.p == pytest.approx(stats.ttest_rel(FIVE, np.zeros(5)).pvalue)
-    mean, error = np.mean(FIVE), stats.sem(FIVE)
-    assert (result.low, result.high) == pytest.approx(stats.t.interval(0.95, 4, mean, error))
-    assert (result.n, result.mean, result.sd) == pytest.approx((5, 0.0066, np.std(FIVE, ddof=1)))
-    assert (result.test, result.interval) == ("paired t", "t")
-
-
-def test_many_pairs_get_a_sign_flip_test_and_a_bca_interval():
-    result = paired(MANY)
-    flips = np.random.default_rng(1).choice([-1, 1], (100_000, len(MANY)))
-    exact = np.mean(np.abs((flips * MANY).mean(axis=1)) >= abs(MANY.mean()))
-    # Both are drawn; three standard errors of the rougher one, with its 9,999 draws.
-    assert abs(result.p - exact) < 3 * math.sqrt(exact * (1 - exact) / 9999)
-    # The same interval from another seed agrees to the noise of its 9,999 draws; BCa leans with the skew.
-    other = stats.bootstrap(
-        (MANY,), np.mean, method="BCa", confidence_level=widened(len(MANY)), random_state=5
-    ).confidence_interval
-    width = result.high - result.low
-    assert (result.low, result.high) == pytest.approx(tuple(other), abs=0.05 * width)
-    assert result.high - result.mean > 1.1 * (result.mean - result.low)
-    assert (result.test, result.interval) == ("sign-flip permutation", "BCa bootstrap")
-
-
-def test_the_interval_does_not_jump_where_the_method_changes():
-    normal = stats.norm.ppf((np.arange(20) + 0.5) / 20)
-    result = paired(normal + 1)
-    low, high = stats.t.interval(0.95, 19, 1, stats.sem(normal))
-    assert (result.low, result.high) == pytest.approx((low, high), abs=0.05 * (high - low))
-    assert paired(normal[:19] + 1).test == "paired t"
-
-
-@given(few | enough, st.randoms(use_true_random=False))
-@settings(max_examples=40)
-def test_neither_the_order_of_pairs_nor_of_arms_matters(values, random):
-    differing(values)
-    assume(math.fsum(values) != 0)
-    shuffled = values.copy()
-    random.shuffle(shuffled)
-    result = paired(values)
-    assert paired(shuffled) == result
-    swapped = paired([-value for value in values])
-    assert (swapped.mean, swapped.low, swapped.high) == (-result.mean, -result.high, -result.low)
-    assert (swapped.sd, swapped.p, swapped.test) == (result.sd, result.p, result.test)
-
-
-@given(few, scores)
-def test_a_shift_moves_the_interval_and_keeps_its_width(values, shift):
-    differing(values)
-    for function in (paired, interval):
-        before, after = function(values), function([value + shift for value in values])
-        moved = (before.mean + shift, before.low + shift, before.high + shift, before.sd)
-        assert (after.mean, after.low, after.high, after.sd) == pytest.approx(moved, abs=1e-9)
-
-
-@given(few)
-def test_an_interval_without_zero_is_a_significant_difference(values):
-    differing(values)
-    result = paired(values)
-    assume(abs(result.p - 0.05) > 1e-9)
-    assert (result.p < 0.05) == (result.low > 0 or result.high < 0)
-
-
-def test_what_did_not_vary_is_not_called_significant():
-    alone = paired([0.02])
-    assert (alone.n, alone.mean) == (1, 0.02)
-    assert alone.sd is alone.low is alone.high is alone.p is None
-    nothing = paired([0.0, 0.0, 0.0])
-    assert (nothing.mean, nothing.low, nothing.high, nothing.p) == (0, 0, 0, 1)
-    # 0.3 - 0.2 and 0.2 - 0.1 are not the same number, but the same difference.
-    for same in ([0.3 - 0.2, 0.2 - 0.1, 0.1], [0.5] * 30):
-        result = paired(same)
-        assert result.mean == pytest.approx(same[0])
-        assert result.low is result.high is result.p is None
-        assert "the same" in result.test and "the same" in result.interval
-    rounded = paired([0.3 - 0.2 - 0.1, 0.2 - 0.1 - 0.1, 1e-17])
-    assert (rounded.mean, rounded.p) == (0, 1)
-
-
-@pytest.mark.parametrize("function", [paired, interval, lambda values: equivalence(values, 1.0)])
 @pytest.mark.parametrize(
     ("values", "said"),
     [([], "0 of 0"), ([0.1, math.nan], "1 of 2"), ([0.1, None, math.inf], "2 of 3"), ([[0.1, 0.2]], "shape")],
 )
-def test_values_that_cannot_be_used_are_refused(function, values, said):
+def test_values_that_cannot_be_used_are_refused(values, said):
     with pytest.raises(UserError, match=said):
-        function(values)
+        interval(values)
 
 
 def test_one_arm_has_a_mean_and_a_t_interval():
@@ -141,29 +48,6 @@ def test_one_arm_has_a_mean_and_a_t_interval():
     assert (result.n, result.mean, result.sd) == pytest.approx((4, 0.915, np.std(arm, ddof=1)))
     assert asdict(interval([0.9])) == {"n": 1, "mean": 0.9, "sd": None, "low": None, "high": None}
     assert asdict(interval([0.9] * 3))["low"] is None
-
-
-# Equivalence and families.
-
-
-@given(few, st.floats(0.001, 2))
-def test_equivalence_is_statsmodels_tost(values, margin):
-    differing(values)
-    result = equivalence(values, margin)
-    expected = weightstats.ttost_paired(np.array(values), np.zeros(len(values)), -margin, margin)[0]
-    assert result.p == pytest.approx(expected)
-    low, high = stats.t.interval(0.90, len(values) - 1, np.mean(values), stats.sem(values))
-    assert (result.low, result.high) == pytest.approx((low, high))
-    assume(abs(result.p - 0.05) > 1e-9)
-    assert result.equivalent == (-margin < low and high < margin)
-    swapped = equivalence([-value for value in values], margin)
-    assert (swapped.p, swapped.equivalent) == (pytest.approx(result.p), result.equivalent)
-
-
-def test_equivalence_that_cannot_be_tested_is_not_claimed():
-    for values in ([0.0], [0.0, 0.0, 0.0], [0.001] * 5):
-        result = equivalence(values, 0.5)
-        assert (result.p, result.low, result.high, result.equivalent) == (None, None, None, False)
 
 
 def test_holm_by_hand():
@@ -184,98 +68,6 @@ def test_holm_leaves_out_what_was_not_tested(p_values):
 
 
 # Items of one test set.
-
-
-def test_item_bootstrap_is_scipys_of_the_item_means():
-    rng = np.random.default_rng(3)
-    a, b = rng.random((4, 300)) < 0.9, rng.random((4, 300)) < 0.8
-    result = item_bootstrap(a, b)
-    per_item = a.mean(axis=0) - b.mean(axis=0)
-    expected = stats.bootstrap(
-        (per_item,), np.mean, method="percentile", confidence_level=widened(300), random_state=9
-    ).confidence_interval
-    assert result.mean == pytest.approx(per_item.mean())
-    width = result.high - result.low
-    assert (result.low, result.high) == pytest.approx(tuple(expected), abs=0.06 * width)
-    assert (result.seeds, result.items) == (4, 300)
-    assert item_bootstrap(a, b) == result, "the same numbers give the same interval"
-
-
-def test_an_item_is_drawn_for_all_seeds_and_both_arms_at_once():
-    rng = np.random.default_rng(4)
-    a, b = rng.normal(size=200), rng.normal(size=200)
-    once, copied = item_bootstrap(a, b), item_bootstrap(np.tile(a, (5, 1)), np.tile(b, (5, 1)))
-    assert (once.low, once.high) == pytest.approx((copied.low, copied.high)), (
-        "copies of a seed tell nothing new"
-    )
-    difficulty = 100 * rng.normal(size=200)
-    shared = item_bootstrap(a + difficulty, b + difficulty)
-    assert (shared.low, shared.high) == pytest.approx((once.low, once.high)), "how hard an item is cancels"
-
-
-@given(st.lists(st.tuples(scores, scores), min_size=2, max_size=30))
-@settings(max_examples=30)
-def test_swapping_arms_turns_the_item_interval_around(pairs):
-    a, b = np.array(pairs).T
-    assume(np.ptp(a - b) > 1e-6)
-    there, back = item_bootstrap(a, b, resamples=200), item_bootstrap(b, a, resamples=200)
-    assert (back.mean, back.low, back.high) == pytest.approx(
-        (-there.mean, -there.high, -there.low), abs=1e-12
-    )
-
-
-def test_items_that_do_not_vary():
-    same = item_bootstrap([1, 0, 1], [1, 0, 1])
-    assert (same.mean, same.low, same.high) == (0, 0, 0)
-    for a, b in (([1], [0]), ([1, 1, 1], [0, 0, 0])):
-        result = item_bootstrap(a, b)
-        assert (result.mean, result.low, result.high) == (1, None, None)
-
-
-def test_item_bootstrap_of_a_large_test_set_is_fast():
-    rng = np.random.default_rng(0)
-    a, b = rng.random((10, 25_000)), rng.random((10, 25_000))
-    start = time.process_time()
-    item_bootstrap(a, b)
-    assert time.process_time() - start < 2.0  # 0.2 s on one free core; drawing each seed anew takes 4
-
-
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5), st.integers(0, 5))
-@example(EXACT_BELOW, 0, 0, 0)
-@example(EXACT_BELOW - 1, 0, 0, 0)
-def test_mcnemar_is_statsmodels(b, c, both, neither):
-    assume(b + c + both + neither > 0)
-    a_right = np.repeat([1, 0, 1, 0], [b, c, both, neither])
-    b_right = np.repeat([0, 1, 1, 0], [b, c, both, neither])
-    result = mcnemar(a_right, b_right)
-    assert (result.b, result.c) == (b, c)
-    assert mcnemar(b_right, a_right).p == result.p
-    if b == c:
-        assert result.p == pytest.approx(1)  # statsmodels' correction goes past 0 here, to p < 1
-    else:
-        table = [[both, b], [c, neither]]
-        expected = contingency_tables.mcnemar(table, exact=b + c < EXACT_BELOW, correction=True)
-        assert result.p == pytest.approx(expected.pvalue)
-
-
-def test_a_majority_of_seeds_decides():
-    # Six items on which only A is right give p = 2 / 2^6; equal rows give 1.
-    strong, none = np.ones(6), np.zeros(6)
-    zero = np.zeros((3, 6))
-    two_of_three = mcnemar_seeds([strong, none, strong], zero)
-    assert [test.p for test in two_of_three.seeds] == [1 / 32, 1, 1 / 32]
-    assert two_of_three.p == pytest.approx(1 / 32 * 3 / 2)
-    assert mcnemar_seeds([strong, none, none], zero).p == 1
-    assert mcnemar_seeds([strong, strong], zero[:2]).p == 1 / 32
-    assert mcnemar_seeds([strong, none], zero[:2]).p == 1
-    assert mcnemar_seeds(strong, zero[0]).p == mcnemar(strong, zero[0]).p
-
-
-def test_items_that_cannot_be_compared_are_refused():
-    with pytest.raises(UserError, match="give the same of both"):
-        item_bootstrap(np.ones((2, 5)), np.ones((2, 6)))
-    with pytest.raises(UserError, match="scores of B: 1 of 2"):
-        item_bootstrap([1, 0], [1, math.nan])
 
 
 # Across tasks.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from oelm.study.items import item_bootstrap, mcnemar
 
 import oelm
 from oelm.config import make_config, to_toml
@@ -23,7 +24,6 @@ from oelm.data.tasks.seq2seq import text_scores
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.data.writer import copy_store
 from oelm.inference.trained import Trained
-from oelm.study.items import item_bootstrap, mcnemar
 from oelm.training.loop import train
 from oelm.training.resolve import prepare_data
 from tests.data.made import byte_pairs, ciphers, unigram_pieces

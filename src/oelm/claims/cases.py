@@ -1,5 +1,6 @@
 """Which settings of the records a claim is judged on, and what was measured in each."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,11 +25,12 @@ from oelm.claims.data import (
 from oelm.config import SUFFIXES
 from oelm.models.gpt_sizes import PRESETS
 from oelm.study import statistics
-from oelm.study.analysis import find_problems, pair_runs
-from oelm.study.decide import LEVEL
+from oelm.study.analysis import find_problems, pair_runs, table_of
+from oelm.study.decide import LEVEL, Combined, combine
 from oelm.study.design import StudyConfig
 from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
+from oelm.study.two_way import Array, overall
 
 
 def architecture(group: Group) -> str:
@@ -140,15 +142,21 @@ def notes(claim: Claim, group: Group) -> list[Sentence]:
     return sentences
 
 
-# How the score of a run and that of its reference are compared.
-MEASURES: dict[str, Callable[[Group, float, float], float]] = {
-    "points": lambda group, a, b: 100 * (a - b),
-    "kept": lambda group, a, b: 100 * a / b,
-    "increase": lambda group, a, b: 100 * (a / b - 1),
-    "saving": lambda group, a, b: 100 * (b / a - 1),
-    "difference": lambda group, a, b: group.points(a) - group.points(b),
-    "saving_per_parameter": lambda group, a, b: 100 * (b / a - 1),
-}
+def _scale(measure: str, case: "ClaimCase") -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """From a difference in points (of a perplexity: 100 times its logarithm) to the measure, and back."""
+    sign, shift = -1.0 if measure == "increase" else 1.0, 0.0
+    if measure in ("points", "difference"):
+        return (lambda points: points), (lambda value: value)
+    if measure == "kept":  # the reference arm's accuracy counts as known: its error moves this by little
+        accuracy = fmean(reference for _, reference in case.scores)
+        return (lambda points: 100 + points / accuracy), (lambda value: (value - 100) * accuracy)
+    if measure == "saving_per_parameter":
+        counts = [arm.records[0].results["parameters"]["trainable"] for arm in case.arms]
+        shift = 100 * math.log(counts[0] / counts[1])
+    return (
+        lambda points: 100 * (math.exp((sign * points + shift) / 100) - 1),
+        lambda value: sign * (100 * math.log(1 + value / 100) - shift),
+    )
 
 
 def _score(measure: str, record: Record) -> float:
@@ -167,14 +175,15 @@ class ClaimCase:
     method: str
     reference_arm: str
     scores: tuple[tuple[float, float], ...]  # of the method and of the reference arm, by seed
+    tables: tuple[tuple[Array, Array], ...]  # of each combination of near-tied learning rates: `table_of`
     problems: tuple[str, ...]
+    comparisons: int  # of the study
     above: float
     below: float
 
-    @cached_property
-    def values(self) -> list[float]:
-        compare = MEASURES[self.part.measure]
-        return [compare(self.group, score, reference) for score, reference in self.scores]
+    @property
+    def arms(self) -> tuple[ArmResult, ArmResult]:
+        return self.group.arms[self.method], self.group.arms[self.reference_arm]
 
     @property
     def unit(self) -> str:
@@ -184,25 +193,34 @@ class ClaimCase:
         return "points" if in_points else "%"
 
     @cached_property
-    def estimate(self) -> statistics.Paired | None:
-        return statistics.paired(self.values) if self.values else None
+    def _combined(self) -> Combined | None:
+        return combine([overall(*table) for table in self.tables], 1.0) if self.tables else None
+
+    @property
+    def mean(self) -> float | None:
+        if self._combined is None:
+            return None
+        return _scale(self.part.measure, self)[0](self._combined.mean)
 
     @property
     def interval(self) -> Interval | None:
-        estimate = self.estimate
-        if estimate is None or estimate.low is None or estimate.high is None:
+        """Over seeds and test items, for all near-tied learning rates."""
+        found = self._combined
+        if found is None or found.low is None or found.high is None:
             return None
-        return estimate.low, estimate.high
+        low, high = sorted(map(_scale(self.part.measure, self)[0], (found.low, found.high)))
+        return low, high
 
     def explain_problems(self) -> Sentence:
         arms = {name: self.group.arms[name] for name in (self.reference_arm, self.method)}
-        return format_problems(explain_problems(self.problems, arms, len(self.scores), 1))
+        return format_problems(explain_problems(self.problems, arms, len(self.scores), self.comparisons))
 
     def p(self, threshold: float) -> float | None:
         """Of "the mean is the threshold", two-sided; None if no conclusion may be drawn."""
-        if self.problems or not self.values:
+        if self.problems or not self.tables:
             return None
-        return statistics.paired([value - threshold for value in self.values]).p
+        points = _scale(self.part.measure, self)[1](threshold)
+        return combine([overall(table - points, sizes) for table, sizes in self.tables], 1.0).p
 
     @property
     def signed(self) -> bool:
@@ -213,19 +231,19 @@ class ClaimCase:
 
     def describe(self) -> Sentence:
         """The measured number with its interval, as a sentence."""
-        if self.estimate is None:
+        if self.mean is None:
             return sentence("nothing")
         if self.interval is None:
-            interval = sentence("no_interval", n=self.estimate.n)
+            interval = sentence("no_interval", n=len(self.scores))
         else:
             low = format_number(self.interval[0], self.unit, self.signed)
-            interval = sentence("interval", low=low, high=self.show(self.interval[1]), n=self.estimate.n)
+            interval = sentence("interval", low=low, high=self.show(self.interval[1]), n=len(self.scores))
         score, reference = (fmean(column) for column in zip(*self.scores, strict=True))
         return sentence(
             self.part.measure,
             method=self.method,
             reference_arm=self.reference_arm,
-            number=self.show(self.estimate.mean),
+            number=self.show(self.mean),
             interval=interval,
             score=f"{score:.4g}",
             reference_score=f"{reference:.4g}",
@@ -246,9 +264,16 @@ def make_case(claim: Claim, group: Group, analysis: Analysis, reference_arm: str
         (_score(part.measure, a), _score(part.measure, b))
         for a, b in pair_runs(arm.records, reference.records)
     )
-    problems = find_problems(arm, reference, analysis.study)
+    ties = [(a, b) for a in arm.by_lr for b in reference.by_lr]
+    tables = [table for a, b in ties if (table := table_of(group, pair_runs(a, b))) is not None]
+    comparisons = len(analysis.comparisons)
+    problems = find_problems(arm, reference, analysis.study, comparisons)
+    if scores and len(tables) < len(ties):
+        problems, tables = (*problems, "no_items"), []
     thresholds = part.thresholds(margin_of(analysis))
-    return ClaimCase(group, part, claim.method, name, scores, problems, *thresholds)
+    return ClaimCase(
+        group, part, claim.method, name, scores, tuple(tables), problems, comparisons, *thresholds
+    )
 
 
 def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: Analysis) -> Sentence:
@@ -259,10 +284,10 @@ def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: A
     if control not in case.group.arms:
         return fill(templates["absent"], {})
     beside = make_case(claim, case.group, analysis, control)
-    if beside.problems or beside.estimate is None:
+    if beside.problems or beside.mean is None:
         return fill(templates["void"], {"problems": beside.explain_problems()})
     p = beside.p(0.0)
-    better = p is not None and p < LEVEL and beside.estimate.mean > 0
+    better = p is not None and p < LEVEL and beside.mean > 0
     key = "plain" if not supported else "better" if better else "other"
     return fill(templates.get(key, templates["plain"]), {"what": beside.describe()})
 
@@ -277,7 +302,7 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentenc
         return sentence("growth_few", tasks=names)
     usable.sort(key=lambda case: tasks.index(case.group.task))
     # Welch's test: the seeds of different corpora are not pairs.
-    tests = [stats.ttest_ind(b.values, a.values, equal_var=False) for a, b in pairwise(usable)]
+    tests = [stats.ttest_ind(_by_seed(b), _by_seed(a), equal_var=False) for a, b in pairwise(usable)]
     adjusted = statistics.holm([float(test.pvalue) for test in tests])
     clear = [p is not None and p < LEVEL for p in adjusted]
     for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
@@ -285,3 +310,8 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentenc
             falls = {"first": a.group.task, "second": b.group.task, "p": format_p(p)}
             return sentence("growth_no", tasks=names, **falls)
     return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)
+
+
+def _by_seed(case: ClaimCase) -> list[float]:
+    """By how many per cent the method's perplexity is above the reference arm's, for every seed."""
+    return [100 * (score / reference - 1) for score, reference in case.scores]

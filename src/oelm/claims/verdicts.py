@@ -162,8 +162,7 @@ def _decide(claim: Claim, cases: Sequence[ClaimCase], analysis: Analysis) -> lis
         if case.part.control:
             sentences.append(control_sentence(claim, case, verdict == SUPPORTED, analysis))
         sentences += [describe_setting(claim, case.group), *notes(claim, case.group)]
-        mean = case.estimate.mean if case.estimate else None
-        numbers = (mean, case.interval, len(case.values), case.unit)
+        numbers = (case.mean, case.interval, len(case.scores), case.unit)
         p = p_below if verdict == REFUTED else p_above
         group = case.group
         findings.append(Finding(group.task, model_name(group), verdict, *numbers, p, *join(sentences)))
@@ -173,12 +172,11 @@ def _decide(claim: Claim, cases: Sequence[ClaimCase], analysis: Analysis) -> lis
 def _compare(case: ClaimCase, p_above: float | None, p_below: float | None) -> tuple[str, list[Sentence]]:
     if case.problems:
         return NOT_DECIDED, [sentence("problems", problems=case.explain_problems())]
-    estimate = case.estimate
-    if estimate is None or p_above is None or p_below is None or case.interval is None:
+    if case.mean is None or p_above is None or p_below is None or case.interval is None:
         return NOT_DECIDED, [sentence("constant")]
     above, below = case.show(case.above), case.show(case.below)
-    higher = p_above < LEVEL and estimate.mean > case.above
-    if p_below < LEVEL and estimate.mean < case.below:
+    higher = p_above < LEVEL and case.mean > case.above
+    if p_below < LEVEL and case.mean < case.below:
         verdict, key = REFUTED, "refuted_below" if case.part.share is None else "refuted_share"
         sentences = [sentence(key, below=below, share=100 * (case.part.share or 0), p=format_p(p_below))]
         sentences += [sentence("small_gain")] if higher else []

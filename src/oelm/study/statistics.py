@@ -3,7 +3,7 @@
 The design is paired: with one seed two methods see the same data in the same order and share their initial
 values, so the difference within a seed is tested. Random procedures start from one fixed seed: the same
 numbers give the same result. Values that do not vary have no interval (`None`), as no variation in a few runs
-is no proof of certainty. Intervals over the items of a test set are in `oelm.study.items`.
+is no proof of certainty. What decides a comparison is in `oelm.study.two_way` and `oelm.study.decide`.
 """
 
 import math
@@ -20,9 +20,6 @@ Array = np.ndarray
 
 SEED = 0
 CONFIDENCE = 0.95
-RESAMPLES = 9999  # with the observed value 10,000, so that p values are round numbers
-BOOTSTRAP = "BCa bootstrap"
-BOOTSTRAP_FROM = 20  # pairs; fewer tell a bootstrap too little about the tails
 ROUNDING = 1e-12  # smaller differences of scores are rounding
 LARGER_LR = 3.0  # what is lost at this multiple of the best learning rate
 
@@ -63,15 +60,6 @@ class Interval:
     high: float | None
 
 
-@dataclass(frozen=True)
-class Paired(Interval):
-    """A mean difference with its interval and the two-sided p of "no difference"; how both were computed."""
-
-    p: float | None
-    test: str
-    interval: str
-
-
 def interval(values: Any) -> Interval:
     """The mean of one arm over its seeds with its t interval."""
     ordered = np.sort(finite("values", values))
@@ -80,83 +68,8 @@ def interval(values: Any) -> Interval:
         return Interval(n, mean, None, None, None)
     if constant(ordered):
         return Interval(n, mean, 0.0, None, None)
-    low, high, _ = _by_t(ordered)
-    return Interval(n, mean, float(ordered.std(ddof=1)), low, high)
-
-
-def paired(differences: Any) -> Paired:
-    """The mean of paired differences, tested against 0.
-
-    Below 20 pairs: t test and t interval. From 20: sign-flip permutation test and BCa bootstrap interval,
-    `widened`. One pair gives a mean only. Differences that are all 0 give p = 1 and the interval [0, 0];
-    all the same but not 0, they give neither p nor interval, because a t test would claim p = 0. The test,
-    not the interval, decides: a bootstrap of differences of one sign never reaches 0.
-    """
-    given = finite("differences", differences)
-    n, mean = len(given), math.fsum(given) / len(given)
-    if n == 1:
-        return Paired(n, mean, None, None, None, None, "none: one pair", "none: one pair")
-    if constant(given):
-        name = "none: all differences are the same"
-        if abs(mean) <= ROUNDING:
-            return Paired(n, 0.0, 0.0, 0.0, 0.0, 1.0, name, name)
-        return Paired(n, mean, 0.0, None, None, None, name, name)
-    # Sorted and with a positive mean: the order of pairs or arms then does not change the random draws.
-    sign = -1.0 if mean < 0 else 1.0
-    ordered = np.sort(sign * given)
-    small = n < BOOTSTRAP_FROM
-    low, high, p = (_by_t if small else _by_resampling)(ordered)
-    low, high = sorted((sign * low, sign * high))
-    names = ("paired t", "t") if small else ("sign-flip permutation", BOOTSTRAP)
-    return Paired(n, mean, float(ordered.std(ddof=1)), low, high, p, *names)
-
-
-def _by_t(differences: Array) -> tuple[float, float, float]:
-    result = stats.ttest_1samp(differences, 0.0)
-    low, high = result.confidence_interval(CONFIDENCE)
-    return float(low), float(high), float(result.pvalue)
-
-
-def _by_resampling(differences: Array) -> tuple[float, float, float]:
-    # `random_state`, and not its newer name `rng`, is known to every scipy this package allows.
-    low, high = stats.bootstrap(
-        (differences,), np.mean, n_resamples=RESAMPLES, confidence_level=widened(len(differences)),
-        method="BCa", random_state=np.random.default_rng(SEED),
-    ).confidence_interval  # fmt: skip
-    p = stats.permutation_test(
-        (differences,), np.mean, permutation_type="samples",  # of one sample: each value may change its sign
-        vectorized=True, n_resamples=RESAMPLES, random_state=np.random.default_rng(SEED),
-    ).pvalue  # fmt: skip
-    return float(low), float(high), float(p)
-
-
-@dataclass(frozen=True)
-class Equivalence:
-    """Whether a mean difference is within the margin; `low` and `high` are its 90 % interval."""
-
-    n: int
-    mean: float
-    margin: float
-    low: float | None
-    high: float | None
-    p: float | None
-    equivalent: bool
-
-
-def equivalence(differences: Any, margin: float) -> Equivalence:
-    """Two one-sided paired t tests at 5 %: equivalent if and only if the 90 % interval is inside the margin.
-
-    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent.
-    """
-    ordered = np.sort(finite("differences", differences))
-    n, mean = len(ordered), math.fsum(ordered) / len(ordered)
-    if constant(ordered):
-        return Equivalence(n, mean, margin, None, None, None, False)
-    error = ordered.std(ddof=1) / math.sqrt(n)
-    half = float(stats.t.ppf(0.95, n - 1) * error)
-    # The larger of the two p values belongs to the nearer margin.
-    p = float(stats.t.sf((margin - abs(mean)) / error, n - 1))
-    return Equivalence(n, mean, margin, mean - half, mean + half, p, p < 0.05)
+    low, high = stats.ttest_1samp(ordered, 0.0).confidence_interval(CONFIDENCE)
+    return Interval(n, mean, float(ordered.std(ddof=1)), float(low), float(high))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -1,0 +1,77 @@
+"""The rules of a verdict, one by one, and the whole procedure by simulation (`benchmarks/verdicts.py`)."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks import verdicts
+from oelm.study.decide import choice_noise, collapsed, combine, fewest_seeds, near_ties, verdict
+from oelm.study.two_way import overall
+
+
+def test_near_ties_are_within_the_noise_and_at_most_two():
+    scores = {
+        1e-4: [80.0, 80.4, 80.2],
+        3e-4: [81.0, 81.4, 81.2],
+        1e-3: [80.9, 81.2, 81.3],
+        3e-3: [70.0, 60.0, 65.0],
+    }
+    noise, df = choice_noise([scores])
+    assert df == 4 and 0 < noise < 0.2  # of the best rate and its neighbours, without the wild one
+    assert near_ties(scores, noise, df) == [3e-4, 1e-3]
+    assert near_ties(scores, 0.001, 4) == [3e-4]
+    assert near_ties(scores, 100.0, 4) == [3e-4, 1e-3]  # never more than two
+    assert near_ties({3e-4: [81.0], 1e-3: [80.9]}, *choice_noise([{3e-4: [81.0], 1e-3: [80.9]}])) == [3e-4]
+    assert near_ties({}, 1.0, 3) == []
+
+
+def test_what_all_trials_of_a_seed_share_is_no_noise():
+    seeds = np.array([0.0, 5.0, -3.0])
+    scores = {lr: list(value + seeds) for lr, value in ((1e-4, 80.0), (3e-4, 81.0), (1e-3, 79.0))}
+    noise, df = choice_noise([scores, scores])
+    assert noise == pytest.approx(0, abs=1e-9) and df == 8
+
+
+def test_a_verdict_holds_for_all_combinations():
+    rng = np.random.default_rng(0)
+    up, flat, down = (overall(rng.normal(mean, 1, (6, 300))) for mean in (0.5, 0.0, -0.5))
+    assert combine([up], 1.0).p < 0.05
+    assert combine([up, flat], 1.0).p == pytest.approx(max(up.p, 1.0 if flat.mean < 0 else flat.p))
+    assert combine([up, down], 1.0).p == 1.0  # both certain, and opposite
+    both = combine([up, flat], 1.0)
+    assert (both.mean, both.low, both.high) == (up.mean, min(up.low, flat.low), max(up.high, flat.high))
+    assert combine([flat], 1.0, looks=4).p == pytest.approx(min(1.0, 4 * flat.p))
+    assert combine([up, overall(np.ones((6, 300)))], 1.0).p is None
+
+
+def test_a_difference_within_the_margin_is_equivalent():
+    assert verdict(0.2, 0.001, 0.001) == "equivalent"
+    assert (verdict(0.2, 0.001, 0.5), verdict(-0.2, 0.001, None), verdict(0.2, 0.5, 0.5)) == (
+        "better",
+        "worse",
+        "open",
+    )
+
+
+def test_a_run_far_below_the_others_has_collapsed():
+    assert collapsed([85.0, 86.0, 85.5, 70.0, 85.2]) == [3]
+    assert collapsed([85.0, 86.0, 85.5, 81.0, 85.2]) == []  # less than 5 points
+    assert collapsed([85.0, 60.0]) == []
+    assert collapsed([90.0, 70.0, 80.0, 85.0, 60.0, 75.0]) == []  # all vary as much
+
+
+def test_one_of_many_comparisons_needs_ten_seeds():
+    assert [fewest_seeds(n) for n in (1, 3, 4, 20)] == [5, 5, 10, 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", verdicts.PARTS)
+def test_the_procedure_errs_no_more_often_than_it_says(part):
+    """As in docs/studies.md, with fewer draws: two standard errors of so many more."""
+    for row in verdicts.PARTS[part](400):
+        slack = 3 * math.sqrt(row.bound * (1 - row.bound) / row.draws)
+        if row.kind == "least":
+            assert row.share >= row.bound - slack, row
+        else:
+            assert row.share <= row.bound + slack, row
