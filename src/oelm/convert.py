@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,7 @@ from transformers import Conv1D, PreTrainedModel
 from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
-from oelm.models.conversion_report import (
-    ConversionReport,
-    Row,
-    Sample,
-    head_moves,
-    score_changes,
-    score_scales,
-)
+from oelm.models.conversion_report import ConversionReport, Row, head_moves, score_scales
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
@@ -29,21 +23,18 @@ from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to
 from oelm.system.version import __version__
 
 
-def convert(
-    model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0, *, sample: Sample | None = None
-) -> ConversionReport:
+def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0) -> ConversionReport:
     """Initialise and freeze what the method says, in place, and report it.
 
     The model keeps its class; `config.oelm` records what was done, and is saved with it. What cannot be done
-    is refused before the model is touched. With `sample`, a batch as the model takes it, the scales of the
-    scores in the report are measured on it; without one they are predicted from the weights.
+    is refused before the model is touched.
     """
     method = get_method(method)
     _refuse_unfit(model)
     own_config = copy.deepcopy(model.config)
-    report = apply_method(
-        model, method, seed, _resolve_init(model, method), measure=not _from_scratch(model), sample=sample
-    )
+    scratch = model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
+    init = method.init if method.init != "auto" else "fresh" if scratch else "own"
+    report = apply_method(model, method, seed, init, measure=not scratch)
     # Two models may share one config object, and the record of one must not be in the other's.
     shared, own_config.oelm = model.config, model.config.oelm
     for module in model.modules():
@@ -54,12 +45,7 @@ def convert(
 
 
 def apply_method(
-    model: PreTrainedModel,
-    method: Method,
-    seed: int,
-    init: str,
-    measure: bool = False,
-    sample: Sample | None = None,
+    model: PreTrainedModel, method: Method, seed: int, init: str, measure: bool = False
 ) -> ConversionReport:
     """`convert` on the model's own config and with `init` resolved to "fresh" or "own".
 
@@ -82,8 +68,8 @@ def apply_method(
         if (kind := method.start.get(site.role)) is not None
     ]
     changed = [(site, weight) for site, _, weight in new if site.role in HEAD_ROLES]
-    measure = sample is not None or (measure and bool(changed))
-    before = score_scales(model, sample) if measure else {}
+    measure = measure and bool(changed)
+    scales = score_scales(model) if measure else []
     moves = [move for site, weight in changed if measure for move in head_moves(site, weight)]
     # All checks are done: from here on the model is changed.
     for site, kind, weight in new:
@@ -102,9 +88,10 @@ def apply_method(
         "version": __version__,
         "digest": frozen_digest(model, method),
     }
-    scales = score_changes(model, before, score_scales(model, sample)) if measure else []
-    source = "weights" if sample is None else "sample"
-    return _report(model, method, seed, init, heads=tuple(moves), scores=tuple(scales), scores_from=source)
+    if measure:
+        now = score_scales(model)
+        scales = [replace(old, after=new.after) for old, new in zip(scales, now, strict=True)]
+    return _report(model, method, seed, init, heads=tuple(moves), scores=tuple(scales))
 
 
 def refreeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -194,16 +181,6 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
         layers = method.freeze[role]
         if not (freezes_something and freezes_only_embeddings(layers, depth)):
             raise UserError(f"freeze {role} = {layers!r} selects none of the model's {depth} layers")
-
-
-def _resolve_init(model: PreTrainedModel, method: Method) -> str:
-    if method.init != "auto":
-        return method.init
-    return "fresh" if _from_scratch(model) else "own"
-
-
-def _from_scratch(model: PreTrainedModel) -> bool:
-    return model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
 
 
 def _is_drawn(kind: str, init: str) -> bool:
