@@ -32,8 +32,8 @@ from oelm.models.gpt import (
 )
 from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
 from oelm.speed import operations
-from oelm.speed.packed import packed_attention, packed_value_only
-from oelm.speed.value_only import value_only_attention
+from oelm.speed.packed import packed_attention
+from oelm.speed.value_only import packed_value_only, value_only_attention
 
 
 class FastForward:
@@ -198,7 +198,7 @@ class FastForward:
         if attn.value_only:
             q, k = q.detach(), k.detach()
             if mask is None and rows is None and not dropout:
-                y = value_only_attention(q, k, v, causal=causal)
+                y = value_only_attention(q, k, v, causal)
                 return attn.o_proj(y.transpose(1, 2).flatten(2))
         if mask is not None and rows is not None:
             mask = mask.flatten(0, 2).index_select(0, rows)[:, None, None]  # (B, 1, 1, S)

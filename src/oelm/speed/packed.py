@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.data.assemble import Packing
-from oelm.speed.value_only import value_only_attention_varlen
 from oelm.system.private_torch import varlen_attn
 
 
@@ -23,13 +22,6 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_quer
         assert isinstance(out, Tensor)
         return out
     return portable(q, k, v, packing, one_query)
-
-
-def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """The same for scores that are constants for the backward pass."""
-    if q.is_cuda:
-        return value_only_attention_varlen(q, k, v, packing.bounds, causal=False)
-    return packed_attention(q.detach(), k.detach(), v, packing)
 
 
 def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
