@@ -255,17 +255,16 @@ def status(
     as_json: options.AsJson = False,
 ) -> None:
     """Which runs there are, how far they are, and the time left. Example: oelm status runs --watch"""
-    from oelm.training.status import find_runs, gpu_load, run_status
+    from oelm.training.status import find_runs, run_status
 
     roots = folders or [Path("runs")]
     if as_json:
         say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
         return
-    from rich.console import Group
     from rich.live import Live
 
-    def picture() -> Group:
-        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
+    def picture() -> Any:
+        return status_table([run_status(f) for f in find_runs(roots)])
 
     screen = console()
     if not watch:

@@ -25,7 +25,6 @@ from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, full_state
-from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
@@ -54,7 +53,7 @@ def train(
     on makes no sense, `UserError` where the run cannot start.
     """
     state = parallel.process_state()
-    with stopping(stop_after) as stop, same_bits(config.training.deterministic, state.device):
+    with stopping(stop_after) as stop, parallel.same_bits(config.training.deterministic, state.device):
         return _train(config, store, RunFolder(Path(out)), overwrite, show, stop, state)
 
 
@@ -336,9 +335,8 @@ def _finish(run: Run) -> dict[str, Any]:
     if training.test:
         watch = functools.partial(run.display.evaluating, "test")
         tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
-    weights = (
-        full_state(run.step.raw) if training.test else {}
-    )  # every process takes part: shards are gathered
+    # Every process takes part: shards are gathered.
+    weights = full_state(run.step.raw) if training.test else {}
     if not run.main:
         return {}
     folder = run.record.folder

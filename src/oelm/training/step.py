@@ -57,9 +57,7 @@ class PlainStep:
         raw.to(state.device)
         if training.gradient_checkpointing:
             raw.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = parallel.wrap(
-            raw, state, training.fsdp
-        )  # sharding replaces parameters: before the optimizer
+        self.model = parallel.wrap(raw, state, training.fsdp)  # replaces parameters: before the optimizer
         self.parameters = list(raw.parameters())
         self.optimizer = self._make_optimizer()
 
@@ -115,10 +113,10 @@ class PlainStep:
 
     def capture(self) -> tuple[Tensors, Tensors]:
         """Every parameter, and every moment of those that have any, by name."""
-        return capture(self.raw, self.optimizer)
+        return capture(self.raw, self.optimizer, {})
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
-        restore(checkpoint, self.raw, self.optimizer if moments else None)
+        restore(checkpoint, self.raw, self.optimizer if moments else None, {})
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         """The state for a PlainStep that goes on after `steps` steps: as `capture`, with the weight decay
