@@ -237,12 +237,11 @@ FLAGS = {
 
 
 def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
-    """A RunConfig from a nested mapping; an error names the wrong key and what it may be."""
     return checked(RunConfig, values, where)
 
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a nested mapping; an error names the first wrong key."""
+    """A dataclass from a nested mapping; an error names the first wrong key and what it may be."""
     from pydantic import ValidationError
 
     try:
@@ -271,21 +270,17 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: Any, kind: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    *section, _ = parts = [str(part) for part in error["loc"]] or [""]
     if error["type"] == "unexpected_keyword_argument":
-        section, known = _section(kind, error["loc"][:-1])
-        return f"unknown key {path!r}; {section} has: {', '.join(known)}"
+        for part in section:
+            kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
+        known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+        where = f"[{'.'.join(section)}]" if section else "the file"
+        return f"unknown key {'.'.join(parts)!r}; {where} has: {', '.join(known)}"
     if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
         return str(error["ctx"]["error"])
     given = json.dumps(error.get("input"), default=str)
-    return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
-    for part in path:
-        kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
-    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
-    return (f"[{'.'.join(map(str, path))}]" if path else "the file"), known
+    return f"{'.'.join(parts)} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
@@ -320,10 +315,8 @@ def resolve_config(
 
 
 def overrides(flags: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Flags (`training.lr` -> value) and --set assignments as one nested mapping.
-
-    One, so that --steps contradicts --set training.epochs instead of replacing it.
-    """
+    """Flags (`training.lr` -> value) and --set assignments as one nested mapping. One, so that --steps
+    contradicts --set training.epochs instead of replacing it."""
     values: dict[str, Any] = {}
     for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
         update(values, part)
@@ -371,12 +364,12 @@ def nest(path: str, value: Any) -> dict[str, Any]:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Nested dictionaries as TOML: plain keys first, then one table per section."""
-    lines = [
-        f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)
-    ]
-    for key, section in values.items():
-        if isinstance(section, Mapping):
-            lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in section.items())]
+    tables: dict[str, Mapping[str, Any]]
+    tables = {"": {key: value for key, value in values.items() if not isinstance(value, Mapping)}}
+    tables |= {f"\n[{key}]": value for key, value in values.items() if isinstance(value, Mapping)}
+    lines = []
+    for title, table in tables.items():
+        lines += [title, *(f"{name} = {_toml_value(value)}" for name, value in table.items())]
     text = "\n".join(lines).strip() + "\n"
     try:
         text.encode("utf-8")

@@ -1,7 +1,6 @@
 """Apply a Method to a model in place. The model keeps its class and works with any trainer."""
 
 import copy
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -47,14 +46,11 @@ def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0
 def apply_method(
     model: PreTrainedModel, method: Method, seed: int, init: str, measure: bool = False
 ) -> ConversionReport:
-    """`convert` on the model's own config and with `init` resolved to "fresh" or "own".
-
-    With `measure` the report says how far each head moved.
-    """
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise UserError(f"seed must be a whole number, not {seed!r}") from None
+    """`convert` on the model's own config and with `init` resolved to "fresh" or "own". With `measure` the
+    report says how far each head moved."""
+    if not isinstance(seed, int | np.integer):
+        raise UserError(f"seed must be a whole number, not {seed!r}")
+    seed = int(seed)
     if method.lora:
         check_lora(model)
     sites = find_sites(model)

@@ -149,7 +149,7 @@ def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_
         asked = config(clip=0)
         raw, _ = build_model(asked, store)
         state = process_state()
-        made = fast_step.FastStep(resolve_run(asked, objective, state.device), objective, raw, state)
+        made = fast_step.FastStep(resolve_run(asked, objective, state.device), objective, raw, state, None)
         raw.train()
         plan = objective.plan("train", 4, None, 1).epoch(0)
         for step in range(20):

@@ -83,10 +83,8 @@ UNTRAINED = "It was converted and not trained since: fine-tune it before use."
 def convert_checkpoint(
     model: str, method: Method, out: Path, seed: int, tokenizer: str | None
 ) -> ConversionReport:
-    """Convert a checkpoint (a folder or a hub id) and save it in a new folder.
-
-    `tokenizer`: where it is, if not with the model.
-    """
+    """Convert a checkpoint (a folder or a hub id) and save it in a new folder. `tokenizer`: where it is, if
+    not with the model."""
     check_new_folder(out)
     check_checkpoint(model)
     words = load_tokenizer(tokenizer or model)

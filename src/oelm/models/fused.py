@@ -117,10 +117,8 @@ class _SplitProduct(torch.autograd.Function):
 def packed_linear(
     x: Tensor, parts: Sequence[nn.Linear], heads: int, layout: str = "concat", joint: Tensor | None = None
 ) -> Tensor:
-    """The outputs of the q, k and v projections in one fused tensor, by one matrix product.
-
-    `joint` is their fused weight, if it exists already.
-    """
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product. `joint` is their
+    fused weight, if it exists already."""
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
     if joint is None and _alike([*weights, *(biases or [])]):

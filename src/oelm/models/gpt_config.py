@@ -59,11 +59,5 @@ def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
     """The configuration of a named size; keyword arguments override its fields."""
     if preset not in SIZES:
         raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
-    layers, d_model, heads, positions = SIZES[preset]
-    fields = {
-        "num_layers": layers,
-        "d_model": d_model,
-        "num_heads": heads,
-        "max_position_embeddings": positions,
-    }
-    return OelmGPTConfig(**{**fields, **overrides})
+    names = ("num_layers", "d_model", "num_heads", "max_position_embeddings")
+    return OelmGPTConfig(**dict(zip(names, SIZES[preset], strict=True)) | overrides)

@@ -72,10 +72,8 @@ def check_checkpoint(name: str) -> None:
 
 
 def check_files(name: str, **kwargs: Any) -> None:
-    """Refuse a checkpoint if loading it would read anything but safetensors of its own folder.
-
-    `kwargs` are `from_pretrained`'s.
-    """
+    """Refuse a checkpoint if loading it would read anything but safetensors of its own folder. `kwargs` are
+    `from_pretrained`'s."""
     hub = hub_arguments(kwargs)
     weights = getattr(
         load_config(name, **hub), "transformers_weights", None
@@ -196,10 +194,8 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
 
 @torch.no_grad()
 def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
-    """Initialise the last layer of the task's head again and return the names of its parameters.
-
-    Nothing is done, and nothing returned, if they are among the `new` ones already.
-    """
+    """Initialise the last layer of the task's head again and return the names of its parameters. Nothing is
+    done, and nothing returned, if they are among the `new` ones already."""
     prefix = f"{model.base_model_prefix}."
     path = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
@@ -210,9 +206,7 @@ def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
 
 def _unexpected(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
     """The tensors a checkpoint should not have: all `unexpected` ones, or only layers beyond the config's.
-
-    Fine-tuning drops another task's head, and buffers that older versions saved never matter.
-    """
+    Fine-tuning drops another task's head, and buffers that older versions saved never matter."""
     buffers = (".position_ids", ".attn.bias", ".masked_bias", ".inv_freq")
     if every:
         return sorted(name for name in unexpected if not name.endswith(buffers))

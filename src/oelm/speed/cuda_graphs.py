@@ -88,10 +88,8 @@ class GraphedStep:
         return loss, self.finish() if self.whole else None
 
     def _attempt(self, record: Callable[[], Any]) -> Any:
-        """What is recorded, or None where that fails, with the gradients as they were.
-
-        A model may wait for the device in the middle of a step, which no graph can.
-        """
+        """What is recorded, or None where that fails, with the gradients as they were. A model may wait for
+        the device in the middle of a step, which no graph can."""
         before = [parameter.grad for parameter in self.parameters]
         try:
             return record()

@@ -11,8 +11,7 @@ the modules stay as they are.
 Shapes in comments: B texts, T positions, C = d_model, H heads, D = C / H.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from oelm.data.assemble import Packing
-from oelm.errors import UserError
 from oelm.models import lm_loss
 from oelm.models.fused import packed_linear, split_linear
 from oelm.models.gpt import (
@@ -59,14 +57,6 @@ class FastForward:
         for module in self.model.modules():
             vars(module).pop("forward", None)
         lm_loss.kernel_for = lm_loss.no_kernel
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        self.install()
-        try:
-            yield
-        finally:
-            self.remove()
 
     def _classifier(
         self,
@@ -116,10 +106,10 @@ class FastForward:
         if input_ids is None or past_key_values is not None or use_cache or output_hidden_states:
             given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
             return OelmGPTModel.forward(model, *given, output_hidden_states)
-        x = _embed(model.wte, input_ids)  # (B, T, C)
+        wte, plain = model.wte, type(model.wte) is nn.Embedding
+        x = operations.look_up(wte.weight, input_ids) if plain else wte(input_ids)  # (B, T, C)
         mask, causal = None, False
         if packing is not None:
-            _check_packing(model, attention_mask, position_ids)
             model.check_positions(packing.longest)
         else:
             position_ids, mask, causal = model.positions_and_mask(x, attention_mask, position_ids, 0)
@@ -154,10 +144,8 @@ class FastForward:
         cache: Any,
         *fast: Any,
     ) -> Any:
-        """(x, what is still to be added to it): with `rows` (B,) of these rows only, (B, 1, C).
-
-        Called without residual, packing and rows, the block is the model's own.
-        """
+        """(x, what is still to be added to it): with `rows` (B,) of these rows only, (B, 1, C). Called
+        without residual, packing and rows, the block is the model's own."""
         if not fast:
             return Block.forward(block, x, mask, causal, rotation, cache)
         residual, packing, rows = fast
@@ -235,10 +223,6 @@ def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:
     return angles.view(2, rotation.shape[1], -1, 1, rotation.shape[-1])
 
 
-def _embed(wte: nn.Module, ids: Tensor) -> Tensor:
-    return operations.look_up(wte.weight, ids) if type(wte) is nn.Embedding else wte(ids)
-
-
 def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
     return x if residual is None else x + residual
 
@@ -248,10 +232,3 @@ def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
     text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
     sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
     return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
-
-
-def _check_packing(model: OelmGPTModel, mask: Tensor | None, position_ids: Tensor | None) -> None:
-    if model.causal or mask is not None or position_ids is None:
-        raise UserError("packed texts are for bidirectional models, with position_ids and without a mask")
-    if model.training and model.config.attention_dropout:
-        raise UserError("packed attention knows no attention dropout; set attention_dropout = 0 or pad")

@@ -80,9 +80,7 @@ class LiveEmbedding(nn.Embedding):
 
 def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
     """Replace the input embedding by its rows in use, where it trains, is tied to nothing and that pays.
-
-    Returns how many rows are in use, of how many; None where all stayed.
-    """
+    Returns how many rows are in use, of how many; None where all stayed."""
     whole = model.get_input_embeddings()
     if type(whole) is not nn.Embedding:  # others may do more than look up
         return None

@@ -78,10 +78,8 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | Non
 
 
 def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`).
-
-    Without it, the passes over the logits cost a GPU as much time as the products.
-    """
+    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`). Without it, the
+    passes over the logits cost a GPU as much time as the products."""
     if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
         return None
     here = hidden.is_cuda or cross_entropy_triton.INTERPRETED

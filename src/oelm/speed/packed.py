@@ -10,9 +10,7 @@ from oelm.system.private_torch import varlen_attn
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
     """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it.
-
-    `one_query`: q is (texts, H, D), a query for every text. That of a text without tokens gives zeros.
-    """
+    `one_query`: q is (texts, H, D), a query for every text. That of a text without tokens gives zeros."""
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         bounds, longest = packing
         queries, most = bounds, longest

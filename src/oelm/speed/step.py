@@ -19,7 +19,7 @@ from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
 from oelm.speed.operations import have_kernels, without_kernels
 from oelm.speed.row_windows import RowWindows, make_windows
-from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, skip, yardstick
+from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
 from oelm.training.resolve import ResolvedRun
@@ -31,12 +31,7 @@ class FastStep(PlainStep):
     plain = False
 
     def __init__(
-        self,
-        resolved: ResolvedRun,
-        objective: Objective,
-        raw: Any,
-        state: PartialState,
-        watch: Watch | None = None,
+        self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None
     ) -> None:
         super().__init__(resolved, objective, raw, state)
         self.watch = watch
@@ -152,7 +147,7 @@ class FastStep(PlainStep):
             right = yardstick(self, batches, k)  # before the weights move
         except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
             torch.cuda.empty_cache()
-            skip(self.watch)
+            self.watch.skipped, self.watch.again = self.watch.skipped + 1, False
             return self._take(number, batches, k)
         fast = measure(self, batches, k, plain=False) if has_dropout(self.raw) else None
         loss, norm, tokens = self._take(number, batches, k)

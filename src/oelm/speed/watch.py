@@ -39,10 +39,6 @@ def due(watch: Watch, step: int) -> bool:
     return watch.again or step in EARLY or (step > 0 and step % EVERY == 0)
 
 
-def skip(watch: Watch) -> None:
-    watch.skipped, watch.again = watch.skipped + 1, False
-
-
 def has_dropout(model: nn.Module) -> bool:
     """With dropout the two paths draw different numbers: then both are computed anew without it."""
     rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
@@ -95,9 +91,7 @@ def measure(
     step: "FastStep", batches: Epoch, k: int, plain: bool = True, precise: bool = False
 ) -> dict[str, float]:
     """Loss and gradient norm of batch k with the weights as they are, without dropout. Nothing is changed.
-
-    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run.
-    """
+    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run."""
     objective, model, device = step.objective, step.raw, step.state.device
     layout = Layout(segments=step.layout.segments) if plain else replace(step.layout, round_widths=False)
     items = batches.batch(k)

@@ -102,12 +102,12 @@ def _recorded(arrays: Mapping[str, Array], *names: str) -> bool:
 
 
 def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays in the smallest types: whole numbers exactly, others as float32, class probabilities (two
-    axes) as float16."""
     return {name: _smallest(values) for name, values in arrays.items()}
 
 
 def _smallest(values: Array) -> Array:
+    """In the smallest type: whole numbers exactly, others as float32, class probabilities (two axes) as
+    float16."""
     if values.dtype.kind == "f":
         if values.ndim > 1 or not np.isin(values, (0, 1)).all():
             return values.astype(np.float16 if values.ndim > 1 else np.float32)

@@ -41,9 +41,7 @@ def resolve_run(
     config: RunConfig, objective: Objective, device: torch.device, processes: int = 1
 ) -> ResolvedRun:
     """What a config means on this data, device and number of processes. Raises UserError where it cannot run.
-
-    `objective` knows the prepared dataset and how its items are counted.
-    """
+    `objective` knows the prepared dataset and how its items are counted."""
     config = _with_model(config, device)
     training, store = config.training, objective.store
     if training.fsdp and processes == 1:

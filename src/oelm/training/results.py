@@ -33,10 +33,8 @@ SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
 def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
-    """Memory, time and checkpoint size, before the first step; good to a factor of two.
-
-    Time: 6 operations per parameter and token at a third of the speed of a large matrix product here.
-    """
+    """Memory, time and checkpoint size, before the first step; good to a factor of two. Time: 6 operations
+    per parameter and token at a third of the speed of a large matrix product here."""
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -68,10 +66,8 @@ def _speed(device: torch.device) -> float:
 
 
 def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str, Any]:
-    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
-
-    Time is taken where the loop waits for the device anyway, so each value is the mean of a few steps.
-    """
+    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count. Time
+    is taken where the loop waits for the device anyway, so each value is the mean of a few steps."""
     found: dict[str, Any] = {"steps_measured": sum(steps for _, steps in step_times)}
     if step_times:
         seconds, steps = zip(*step_times, strict=True)
@@ -196,16 +192,13 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    """Accelerate's trackers by name; one that is not installed is a user's mistake."""
+    """Accelerate's trackers by name."""
     started = []
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
         folder = {"logging_dir": str(run.record.folder.path)} if kind.requires_logging_directory else {}
-        try:
-            tracker = kind(run.record.folder.path.name, **folder)
-            tracker.start()
-        except ImportError as error:
-            raise UserError(f"tracker {name!r} cannot be used: {error}; pip install {name}") from None
+        tracker = kind(run.record.folder.path.name, **folder)
+        tracker.start()
         settings = flat(run.config.to_dict())
         tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
         started.append(tracker)

@@ -68,10 +68,8 @@ class PlainStep:
         return make_optimizer(self.raw, self.config.training)
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
-        """Take step `number` of the run, on batch k of an epoch.
-
-        Returns the global batch's mean loss (on this process: its part), the gradients' norm, and the tokens.
-        """
+        """Take step `number` of the run, on batch k of an epoch. Returns the global batch's mean loss (on
+        this process: its part), the gradients' norm, and the tokens."""
         training, state, world = self.config.training, self.state, self.state.num_processes
         if self.reads_ahead and k + AHEAD < len(batches):
             self.objective.expect("train", batches.batch(k + AHEAD))
@@ -144,10 +142,8 @@ class PlainStep:
 def make_step(
     resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
 ) -> PlainStep:
-    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there.
-
-    With `watch` the fast path is compared with the plain one now and then.
-    """
+    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there. With
+    `watch` the fast path is compared with the plain one now and then."""
     if resolved.config.training.fast:
         try:
             from oelm.speed import FastStep

@@ -25,10 +25,8 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping(stop_after: float | None) -> Iterator[Stop]:
-    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave.
-
-    A second Ctrl-C does not ask.
-    """
+    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave. A second Ctrl-C does not
+    ask."""
     stop = Stop()
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")

@@ -8,8 +8,6 @@ Tensors are (B, H, T, D) with any strides. Texts that lie end to end are one bat
 `cu_seqlens`. No launch depends on a value on the device, so every call can stand in a CUDA graph. No two
 programs write to one place, so the same inputs give the same bits.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 import math
 from collections.abc import Callable

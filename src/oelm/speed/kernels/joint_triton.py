@@ -10,8 +10,6 @@ the result does not depend on which comes first, and the same step gives the sam
 
 Shapes: qkv is (B, T, 3, H, D), with any strides; texts end to end are one batch entry with `cu_seqlens`.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 from typing import Any
 

@@ -4,8 +4,6 @@ Backward: one program per tile of keys walks the queries, makes the probabilitie
 pass's log-sum-exp and sums P^T dO: two matrix products, where the gradients of q, k and v together take five.
 Neither v nor the output is kept for it.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 from typing import Any
 
@@ -38,10 +36,8 @@ def _gather(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds P^T dO over queries low..high. DIAGONAL: some of them come before some of the keys.
-
-    Keys and queries after the text's end weigh nothing.
-    """
+    """Adds P^T dO over queries low..high. DIAGONAL: some of them come before some of the keys. Keys and
+    queries after the text's end weigh nothing."""
     keys = first_key + tl.arange(0, BLOCK_N)
     exist = (keys < length)[:, None]
     for first in range(low, high, BLOCK_M):
