@@ -23,11 +23,13 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
-@dataclass(frozen=True)
-class TaskConfig:
-    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
-
+class _Table:
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+
+@dataclass(frozen=True)
+class TaskConfig(_Table):
+    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
 
     name: str | None = None
     data: str | None = None
@@ -48,10 +50,8 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Table):
     """A named size of the reference GPT, a hub id, or a folder. `None` keeps the model's own value."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str | None = None  # None: gpt-tiny on a CPU, gpt-medium-512 on a GPU
     dropout: float | None = None
@@ -67,10 +67,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(_Table):
     """A preset's name; the other fields override it (see `oelm.Method`)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str = "baseline"
     start: dict[str, str] | None = None
@@ -105,10 +103,8 @@ BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(_Table):
     """How it is learned. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     lr: float = 3e-4
     epochs: float | None = None  # 3 unless `steps` is given
@@ -164,20 +160,16 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class ArmConfig:
+class ArmConfig(_Table):
     """Which arm of a study a run belongs to, where that is more than its method."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str | None = None  # None: the method's
     differs_in: tuple[str, ...] = ()  # keys in which the study's arms differ, such as training.warmup
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(_Table):
     """One run. `experiment` is the ID of the published experiment it repeats, if any."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     experiment: str | None = None
     plugins: tuple[str, ...] = ()  # modules to import first: `oelm.system.plugins`

@@ -120,9 +120,9 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
         parameter.requires_grad_(name not in already)
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
-            _replace(model, path, module.to_fused())
+            model.set_submodule(path, module.to_fused().train(model.training))
     for path, layer in adapted_layers(model).items():
-        _replace(model, path, merged(layer))
+        model.set_submodule(path, merged(layer).train(model.training))
     _set_scores(model, Method.scores)
     del model.config.oelm
     return model
@@ -220,7 +220,8 @@ def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
         if site.part is not None and 0 < len(frozen) < len(PARTS):
             module = model.get_submodule(site.path)
             if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
-                _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
+                split = SplitQKV(module, site.heads, site.layout)
+                model.set_submodule(site.path, split.train(model.training))
     wanted = frozen_names(model, method)
     for name, parameter in model.named_parameters():
         if name in wanted:
@@ -233,12 +234,6 @@ def _set_scores(model: PreTrainedModel, scores: str) -> None:
     for module in model.modules():
         if hasattr(module, "value_only"):
             module.value_only = scores == "constant"  # type: ignore[assignment]
-
-
-def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    new.train(model.training)
-    setattr(model.get_submodule(parent), name, new)
 
 
 def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **moved: Any) -> ConversionReport:

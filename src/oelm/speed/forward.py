@@ -90,22 +90,18 @@ class FastForward:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool = False,
         packing: Packing | None = None,
         rows: Tensor | None = None,
-        **_: Any,
+        **other: Any,
     ) -> BaseModelOutputWithPast:
         """With `packing` the input is one row of packed texts, with positions counted from 0 in each.
 
         With `rows`, a position for every text counted through all of them, the last block and what follows
         are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
         """
-        if input_ids is None or past_key_values is not None or use_cache or output_hidden_states:
-            given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-            return OelmGPTModel.forward(model, *given, output_hidden_states)
+        cached = other.get("use_cache") or other.get("past_key_values") is not None
+        if input_ids is None or cached or other.get("output_hidden_states"):
+            return OelmGPTModel.forward(model, input_ids, attention_mask, position_ids, **other)
         wte, plain = model.wte, type(model.wte) is nn.Embedding
         x = operations.look_up(wte.weight, input_ids) if plain else wte(input_ids)  # (B, T, C)
         mask, causal = None, False

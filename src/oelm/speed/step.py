@@ -208,7 +208,7 @@ class FastStep(PlainStep):
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         model, moments = self.capture()
         for name, live in live_weights(self.raw).items():  # rows set aside take the decay they missed
-            model[name][live.idle] *= 1.0 if live.replaced else self._shrinkage(name, steps)
+            model[name][live.idle] *= self._shrinkage(name, steps)
         self.close()
         return model, moments
 

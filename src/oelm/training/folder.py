@@ -134,7 +134,7 @@ class MetricsLog:
         there = path.exists() or path.is_symlink()
         text = read_file(path, most=1 << 34).decode("utf-8", "replace") if there else ""
         for line in text.splitlines():
-            entry = _entry(line)
+            entry = read_entry(line)
             if entry is None:  # cut short by a crash, or damaged
                 whole = False
                 continue
@@ -165,7 +165,8 @@ class MetricsLog:
             self.file.close()
 
 
-def _entry(line: str) -> dict[str, Any] | None:
+def read_entry(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None where it is damaged or cut short."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,5 @@
 """What runs where, how far, how long still: read from the folders of runs, without touching them."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from oelm.config import read_toml
 from oelm.errors import UserError
 from oelm.system.files import lock_file, read_object
 from oelm.system.messages import read_notice
+from oelm.training.folder import read_entry
 
 TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are needed
 
@@ -101,13 +101,8 @@ def tail(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         raw = file.read().decode("utf-8", "replace").splitlines()
-    found = []
-    for line in raw:
-        try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue  # the first may be cut by the seek, the last by the writer
-    return [line for line in found if isinstance(line, dict) and "kind" in line]
+    # The first may be cut by the seek, the last by the writer.
+    return [entry for line in raw if (entry := read_entry(line)) is not None]
 
 
 def is_locked(folder: Path) -> bool:
