@@ -12,7 +12,7 @@ from transformers import Conv1D, PreTrainedModel
 from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
-from oelm.models.conversion_report import ConversionReport, Row, head_moves, score_scales
+from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, score_scales
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
@@ -47,7 +47,7 @@ def apply_method(
     model: PreTrainedModel, method: Method, seed: int, init: str, measure: bool = False
 ) -> ConversionReport:
     """`convert` on the model's own config and with `init` resolved to "fresh" or "own". With `measure` the
-    report says how far each head moved."""
+    report has the scales of the scores."""
     if not isinstance(seed, int | np.integer):
         raise UserError(f"seed must be a whole number, not {seed!r}")
     seed = int(seed)
@@ -63,10 +63,8 @@ def apply_method(
         for site in sites
         if (kind := method.start.get(site.role)) is not None
     ]
-    changed = [(site, weight) for site, _, weight in new if site.role in HEAD_ROLES]
-    measure = measure and bool(changed)
+    measure = measure and any(site.role in HEAD_ROLES for site, *_ in new)
     scales = score_scales(model) if measure else []
-    moves = [move for site, weight in changed if measure for move in head_moves(site, weight)]
     # All checks are done: from here on the model is changed.
     for site, kind, weight in new:
         site.write(weight)
@@ -87,7 +85,7 @@ def apply_method(
     if measure:
         now = score_scales(model)
         scales = [replace(old, after=new.after) for old, new in zip(scales, now, strict=True)]
-    return _report(model, method, seed, init, heads=tuple(moves), scores=tuple(scales))
+    return _report(model, method, seed, init, tuple(scales))
 
 
 def refreeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -236,7 +234,9 @@ def _set_scores(model: PreTrainedModel, scores: str) -> None:
             module.value_only = scores == "constant"  # type: ignore[assignment]
 
 
-def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **moved: Any) -> ConversionReport:
+def _report(
+    model: PreTrainedModel, method: Method, seed: int, init: str, scales: tuple[ScoreScale, ...]
+) -> ConversionReport:
     wanted = frozen_names(model, method)
     frozen_ids = {id(p) for name, p in model.named_parameters() if name in wanted}
     by_role: dict[str, list[Site]] = {}
@@ -274,7 +274,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **move
         total=sum(p.numel() for p in parameters),
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         rows=tuple(rows),
-        **moved,
+        scores=scales,
     )
 
 

@@ -1,8 +1,7 @@
-"""What a conversion did, as data and as a table; and how far it moved each head.
+"""What a conversion did, as data and as a table; and how it changed the scale of each head's scores.
 
-How far a head moved is the angle between its old and its new row space, and the change of the scale of its
-scores: their standard deviation over the keys of one query, predicted from the weights for inputs of
-independent entries of variance 1, before rotary positions, position biases and masks.
+The scale is the standard deviation of the scores over the keys of one query, predicted from the weights for
+inputs of independent entries of variance 1, before rotary positions, position biases and masks.
 """
 
 import statistics
@@ -12,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from oelm.method import HEAD_ROLES
 from oelm.models.families import Site, find_sites
-from oelm.orthogonal import principal_angles, to_blocks
 from oelm.system.messages import Notice
 
 
@@ -34,18 +32,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class HeadMove:
-    """The principal angles, in degrees, between a head's old and new row space; None where it had none."""
-
-    role: str
-    layer: int
-    head: int
-    path: str
-    largest_angle: float | None
-    mean_angle: float | None
-
-
-@dataclass(frozen=True)
 class ScoreScale:
     """The standard deviation of a head's scores before and after; None where it cannot be predicted."""
 
@@ -58,7 +44,7 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did. Prints as a table; `heads` and `scores` say how far each head moved."""
+    """What `convert` did. Prints as a table; `scores` has the scale of each head's scores."""
 
     model: str
     method: str
@@ -67,7 +53,6 @@ class ConversionReport:
     total: int
     frozen: int
     rows: tuple[Row, ...] = field(repr=False)
-    heads: tuple[HeadMove, ...] = field(default=(), repr=False)
     scores: tuple[ScoreScale, ...] = field(default=(), repr=False)
     notes: tuple[Notice, ...] = field(default=(), repr=False)
 
@@ -104,13 +89,6 @@ class ConversionReport:
         )
 
     def _summary(self) -> Iterable[str]:
-        """How far the heads moved: the median head, and the range."""
-        turned = [
-            f"{role} {_median([m.largest_angle for m in self.heads if m.role == role], '.1f')}"
-            for role in dict.fromkeys(move.role for move in self.heads)
-        ]
-        if turned:
-            yield f"a head's row space turned by, in degrees: {', '.join(turned)}"
         if self.scores:
             before = _median([scale.before for scale in self.scores], ".3g")
             after = _median([scale.after for scale in self.scores], ".3g")
@@ -125,17 +103,6 @@ def _median(values: Iterable[float | None], form: str) -> str:
         return "unknown"
     low, middle, high = (format(v, form) for v in (min(known), statistics.median(known), max(known)))
     return f"{middle} ({low} to {high})"
-
-
-def head_moves(site: Site, new: Tensor) -> list[HeadMove]:
-    """How far the heads of this projection move if its weight is replaced by `new`."""
-    moves = []
-    pairs = zip(to_blocks(site.weight, site.heads), to_blocks(new, site.heads), strict=True)
-    for head, (old_block, new_block) in enumerate(pairs):
-        angles = principal_angles(old_block, new_block) if np.isfinite(old_block).all() else np.zeros(0)
-        largest, mean = (float(angles.max()), float(angles.mean())) if len(angles) else (None, None)
-        moves.append(HeadMove(site.role, site.layer, head, site.path, largest, mean))
-    return moves
 
 
 def score_scales(model: nn.Module) -> list[ScoreScale]:
