@@ -25,11 +25,9 @@ def as_linear(module: nn.Module) -> Tensor:
 
 
 def part_view(tensor: Tensor, index: int, heads: int, layout: str) -> Tensor:
-    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view.
-
-    "concat" stores all of q, then all of k, then all of v; "per-head" stores q, k and v of head 0,
-    then those of head 1, and so on.
-    """
+    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view. "concat" stores all of
+    q, then all of k, then all of v; "per-head" stores q, k and v of head 0, then those of head 1, and so
+    on."""
     if layout == "concat":
         return tensor.unflatten(0, (3, -1))[index]
     return tensor.unflatten(0, (heads, 3, -1))[:, index]
@@ -141,11 +139,9 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 def split_linear(
     x: Tensor, parts: Sequence[nn.Linear], joint: Tensor | None = None, constant: int = 0
 ) -> tuple[Tensor, ...]:
-    """The outputs of several projections of one input, all without bias, by one matrix product.
-
-    `joint` is their concatenated weight, if it exists already. No gradient flows through the first `constant`
-    outputs.
-    """
+    """The outputs of several projections of one input, all without bias, by one matrix product. `joint` is
+    their concatenated weight, if it exists already. No gradient flows through the first `constant`
+    outputs."""
     weights = [part.weight for part in parts]
     if joint is None and not constant and _alike(weights):
         return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)

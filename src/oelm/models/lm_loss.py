@@ -70,11 +70,9 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Any:
-    """The loss of a batch, hidden (texts, positions, C) and targets (texts, positions).
-
-    "mean" divides the sum by `num_items`, or by the number of targets that count; "none" keeps one loss for
-    every position, without gradient.
-    """
+    """The loss of a batch, hidden (texts, positions, C) and targets (texts, positions). "mean" divides the
+    sum by `num_items`, or by the number of targets that count; "none" keeps one loss for every position,
+    without gradient."""
     rows, targets = hidden.flatten(0, 1), targets.to(hidden.device)
     if reduction == "none":
         return lm_losses(rows, weight, targets.flatten(), label_smoothing=label_smoothing).view_as(targets)
@@ -161,10 +159,8 @@ def _losses_and_gradient(
     logits: Tensor, targets: Tensor, vocab: int, smoothing: float, narrow: torch.dtype | None, gain: float
 ) -> tuple[Tensor, Tensor]:
     """The loss of every row of a chunk (n,), and `gain` times its gradient with respect to the logits (n, P),
-    unless `narrow` is None.
-
-    The padding's gradient is of no account: it meets rows of zeros, and is dropped.
-    """
+    unless `narrow` is None. The padding's gradient is of no account: it meets rows of zeros, and is
+    dropped."""
     logp = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))  # (n, P)
     # Cut to the vocabulary, so that a target outside it raises even where the padding has a place for it.
     at = logp[:, :vocab].gather(1, targets[:, None])  # (n, 1)

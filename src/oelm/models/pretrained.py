@@ -171,11 +171,9 @@ def load_checkpoint(
 
 
 def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[str]) -> set[str]:
-    """The parameters of the task's head among those `missing` or of another shape in the checkpoint.
-
-    A head is outside the base model; where the base model has no prefix, as in some T5s, it is a part of
-    which nothing was saved. A pooler is inside the base model, but some tasks do not save it.
-    """
+    """The parameters of the task's head among those `missing` or of another shape in the checkpoint. A head
+    is outside the base model; where the base model has no prefix, as in some T5s, it is a part of which
+    nothing was saved. A pooler is inside the base model, but some tasks do not save it."""
     prefix = f"{model.base_model_prefix}."
     names = [name for name, _ in model.named_parameters()]
     saved = {name.partition(".")[0] for name in names if name not in missing}

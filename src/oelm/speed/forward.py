@@ -94,11 +94,9 @@ class FastForward:
         rows: Tensor | None = None,
         **other: Any,
     ) -> BaseModelOutputWithPast:
-        """With `packing` the input is one row of packed texts, with positions counted from 0 in each.
-
-        With `rows`, a position for every text counted through all of them, the last block and what follows
-        are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
-        """
+        """With `packing` the input is one row of packed texts, with positions counted from 0 in each. With
+        `rows`, a position for every text counted through all of them, the last block and what follows are
+        computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts."""
         cached = other.get("use_cache") or other.get("past_key_values") is not None
         if input_ids is None or cached or other.get("output_hidden_states"):
             return OelmGPTModel.forward(model, input_ids, attention_mask, position_ids, **other)

@@ -92,11 +92,8 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
-    """The embedding of every id.
-
-    Its gradient is added up in one order, so the same inputs give the same bits, and without the sorting that
-    PyTorch's deterministic gradient needs.
-    """
+    """The embedding of every id. Its gradient is added up in one order, so the same inputs give the same
+    bits, and without the sorting that PyTorch's deterministic gradient needs."""
     trains = weight.requires_grad and torch.is_grad_enabled()
     if trains and weight.is_cuda and row_sums is not None and kernels_allowed():
         return Lookup.apply(weight, ids)

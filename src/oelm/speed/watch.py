@@ -64,11 +64,9 @@ def yardstick(step: "FastStep", batches: Epoch, k: int) -> Yardstick:
 
 
 def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: str, step: int) -> None:
-    """Note the relative deviations of the fast path's numbers from the plain path's.
-
-    Raises RunError where they are beyond the tolerance and float32 says that the fast path is to blame. What
-    is not finite in the plain path, too, is for the run itself to notice.
-    """
+    """Note the relative deviations of the fast path's numbers from the plain path's. Raises RunError where
+    they are beyond the tolerance and float32 says that the fast path is to blame. What is not finite in the
+    plain path, too, is for the run itself to notice."""
     for name, allowed in TOLERANCE[precision].items():
         deviation = _deviation(fast[name], right.plain[name])
         if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):

@@ -168,11 +168,9 @@ class Checkpoints:
         return None
 
     def _check_best(self, state: dict[str, Any]) -> None:
-        """Where the weights of the best evaluation are gone, look for the best anew from this step on.
-
-        A run that falls back to the checkpoint before a best one meets that case: the best before it was
-        deleted when the new one was written. It finds the new one again, because the best score is reset.
-        """
+        """Where the weights of the best evaluation are gone, look for the best anew from this step on. A run
+        that falls back to the checkpoint before a best one meets that case: the best before it was deleted
+        when the new one was written. It finds the new one again, because the best score is reset."""
         best = state.get("best")
         if best is None or best["step"] == state["step"]:
             return

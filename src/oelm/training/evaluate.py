@@ -27,11 +27,9 @@ def evaluate(
     watch: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
-
-    `watch` is told how many batches of how many are done; what it raises ends the evaluation.
-    Every process takes its share of every batch. Where a batch has fewer items than there are processes,
-    the others run one dummy item (sharded models need every process) and drop the result.
-    """
+    `watch` is told how many batches of how many are done; what it raises ends the evaluation. Every process
+    takes its share of every batch. Where a batch has fewer items than there are processes, the others run one
+    dummy item (sharded models need every process) and drop the result."""
     state = process_state()
     tokens = TOKENS
     if objective.kind.predicts_tokens:

@@ -175,10 +175,8 @@ def _step(run: Run, batches: Epoch, k: int) -> Taken:
 
 def _check_finite(run: Run, recent: list[Taken]) -> float:
     """The newest loss over all processes. Raises NotFinite at the first loss or gradient that is not finite,
-    with the progress of the step before it.
-
-    Only a loss scaler (fp16) lives with infinite gradients: it skips the step.
-    """
+    with the progress of the step before it. Only a loss scaler (fp16) lives with infinite gradients: it skips
+    the step."""
     progress, value = run.progress, 0.0
     for n, step in enumerate(recent):
         value, norm = float(step.loss), 0.0 if run.step.scaler.is_enabled() else float(step.norm)

@@ -20,11 +20,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def process_state() -> PartialState:
-    """Accelerate's view of the processes and the device of this one.
-
-    Without a GPU it has to be told so: otherwise processes started by torchrun do not find each other, and
-    each takes itself for the only one.
-    """
+    """Accelerate's view of the processes and the device of this one. Without a GPU it has to be told so:
+    otherwise processes started by torchrun do not find each other, and each takes itself for the only one."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     state = PartialState(cpu=cpu or not torch.accelerator.is_available())
     if state.num_processes > 1:
@@ -42,10 +39,8 @@ def _leave() -> None:
 @contextlib.contextmanager
 def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
     """While this lasts, the same seed gives the same bits on one kind of GPU: PyTorch takes deterministic
-    operations, and refuses where it has none.
-
-    Our own kernels add in one order anyway; a CPU does so for one number of threads.
-    """
+    operations, and refuses where it has none. Our own kernels add in one order anyway; a CPU does so for one
+    number of threads."""
     if not wanted or device.type != "cuda":
         yield
         return

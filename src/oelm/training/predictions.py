@@ -63,11 +63,9 @@ class ItemScores(NamedTuple):
 
 
 def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
-    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded.
-
-    The metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch);
-    those of a plugin's kind are its own (`TaskKind.item_scores`).
-    """
+    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded. The
+    metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch); those of
+    a plugin's kind are its own (`TaskKind.item_scores`)."""
     found: tuple[Array, Array | None] | None = None
     if _recorded(arrays, metric):
         found = arrays[metric], None
@@ -126,11 +124,9 @@ def write_predictions(folder: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, task: str) -> None:
-    """Write the published form into a run's folder below `root`, and what runs share once into `root`.
-
-    Texts, class probabilities and places in a text are left out. Classes are written as label XOR
-    prediction: mostly zeros, which compress.
-    """
+    """Write the published form into a run's folder below `root`, and what runs share once into `root`. Texts,
+    class probabilities and places in a text are left out. Classes are written as label XOR prediction: mostly
+    zeros, which compress."""
     arrays = compact(arrays)
     shared = {name: arrays[name] for name in SHARED if _numbers(arrays, name)}
     own = {name: arrays[name] for name in OWN if _numbers(arrays, name)}

@@ -13,11 +13,9 @@ from oelm.system.messages import Notice, notice
 
 @dataclass
 class Stop:
-    """Why this process was told to stop, if it was.
-
-    `patient` while steps are made: the loop looks at `reason` after each and saves before it leaves. At any
-    other time all that is worth keeping is on disk, and the order is obeyed at once.
-    """
+    """Why this process was told to stop, if it was. `patient` while steps are made: the loop looks at
+    `reason` after each and saves before it leaves. At any other time all that is worth keeping is on disk,
+    and the order is obeyed at once."""
 
     reason: Notice | None = None
     patient: bool = False

@@ -177,11 +177,8 @@ def forward_kernel(
 
 
 class Tiles(NamedTuple):
-    """How much of the scores a program has before it at a time, and how.
-
-    Those chosen were about the fastest of some ten tried on an H200, for heads of 64 and texts of 40 to 2048
-    tokens; the trial left no record.
-    """
+    """How much of the scores a program has before it at a time, and how. Those chosen were about the fastest
+    of some ten tried on an H200, for heads of 64 and texts of 40 to 2048 tokens; the trial left no record."""
 
     queries: int
     keys: int

@@ -42,11 +42,9 @@ def _query_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS K over keys low..high.
-
-    A key after the text's end is hidden before the exponential: its score would be 0, and where all real
-    scores are very negative exp(0 - lse) is infinite, which times a key of zeros is NaN.
-    """
+    """Adds dS K over keys low..high. A key after the text's end is hidden before the exponential: its score
+    would be 0, and where all real scores are very negative exp(0 - lse) is infinite, which times a key of
+    zeros is NaN."""
     queries = first_query + tl.arange(0, BLOCK_M)
     for first in range(low, high, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
