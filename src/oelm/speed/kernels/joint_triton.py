@@ -187,7 +187,7 @@ def forward(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) 
 def backward(
     qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    joint, delta = _empty(qkv), torch.empty_like(lse)
+    joint, delta = qkv.new_empty(qkv.shape), torch.empty_like(lse)
     (q, k, v), (grad_q, grad_k, grad_v) = _parts(qkv), _parts(joint)
     out, grad = out.transpose(1, 2), grad.transpose(1, 2)
     rest = arguments(q, cu_seqlens, causal, scale) | {"to_score": scale}
@@ -203,10 +203,6 @@ def backward(
     return joint
 
 
-def _empty(qkv: Tensor) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
 @forward.register_fake
 def _(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     batch, rows, _, heads, head_dim = qkv.shape
@@ -218,7 +214,7 @@ def _(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tup
 def _(
     qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    return _empty(qkv)
+    return qkv.new_empty(qkv.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
