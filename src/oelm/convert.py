@@ -16,9 +16,10 @@ from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, sco
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.models.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
+from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
 from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.system.private_peft import is_adapter
 from oelm.system.version import __version__
 
 
@@ -262,7 +263,7 @@ def _report(
         held = sum(id(p) in frozen_ids for p in unique.values())
         size = sum(p.numel() for p in unique.values())
         rows.append(Row(role, len(unique), 0, "as it was", "-", _share(held, len(unique)), size))
-    if adapters := adapter_parameters(model):
+    if adapters := [p for name, p in model.named_parameters() if is_adapter(name)]:
         size = sum(p.numel() for p in adapters)
         rows.append(Row("lora", len(adapters), 0, f"rank {method.lora}, no change yet", "-", "no", size))
     parameters = [*model.parameters()]

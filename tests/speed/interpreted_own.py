@@ -21,8 +21,7 @@ from oelm.speed.adamw import RecordableAdamW, clip_in_step, fault_of
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.forward import FastForward
 from oelm.speed.kernels import adamw_triton, joint_triton, norm_triton
-from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows
-from oelm.speed.packed import portable
+from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows, portable
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer

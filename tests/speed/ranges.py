@@ -19,8 +19,7 @@ from torch import Tensor
 
 from oelm.data.assemble import Packing
 from oelm.speed.kernels import adamw_triton, cross_entropy_triton, norm_triton
-from oelm.speed.operations import add_norm, joint_attention, row_sums
-from oelm.speed.packed import packed_attention, portable
+from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, row_sums
 from oelm.speed.value_only import packed_value_only
 
 HEAD_DIM = 64

@@ -59,8 +59,7 @@ def test_joint_attention_errs_no_more_than_twice_as_much_as_pytorchs(causal, hea
 
 
 def test_packed_attention_errs_no_more_than_twice_as_much_as_padded():
-    from oelm.speed.operations import joint_attention
-    from oelm.speed.packed import packed_attention, portable
+    from oelm.speed.operations import joint_attention, packed_attention, portable
 
     texts, rows = packing(), sum(LENGTHS)
     joint = lambda x: portable(*x[0].unbind(1), texts)[None]  # noqa: E731

@@ -30,7 +30,6 @@ from oelm.models.gpt import (
 )
 from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
 from oelm.speed import operations
-from oelm.speed.packed import packed_attention
 from oelm.speed.value_only import packed_value_only, value_only_attention
 
 
@@ -174,7 +173,12 @@ class FastForward:
         if rotation is not None:
             q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
         if packing is not None:  # one row of packed texts
-            y = _attend_packed(attn, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packing, rows)
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (T, H, D)
+            if attn.value_only and rows is None:
+                y = packed_value_only(q, k, v, packing)
+            else:  # of one query per text there is little to leave out
+                q, k = (q.detach(), k.detach()) if attn.value_only else (q, k)
+                y = operations.packed_attention(q, k, v, packing, one_query=rows is not None)
             return attn.o_proj(y.view(1, len(y), -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if attn.value_only:
@@ -198,16 +202,6 @@ def _project(
     kv = None if joint is None else joint[attn.q_proj.out_features :]
     parts, constant = (attn.k_proj, attn.v_proj), int(attn.value_only)
     return attn.q_proj(asking), *split_linear(x, parts, joint=kv, constant=constant)
-
-
-def _attend_packed(
-    attn: SelfAttention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rows: Tensor | None
-) -> Tensor:  # (T, H, D)
-    if attn.value_only and rows is None:
-        return packed_value_only(q, k, v, packing)
-    if attn.value_only:  # of one query per text there is little to leave out
-        q, k = q.detach(), k.detach()
-    return packed_attention(q, k, v, packing, one_query=rows is not None)
 
 
 def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:

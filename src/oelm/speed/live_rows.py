@@ -59,8 +59,8 @@ class LiveEmbedding(nn.Embedding):
 
     def close(self) -> None:
         """Let `weight` be up to date and free to be given other values."""
+        self.fold()
         if self.windows is not None:
-            self.windows.fold()
             self.windows.close()
 
     def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor:

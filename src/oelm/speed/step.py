@@ -19,7 +19,7 @@ from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
 from oelm.speed.operations import have_kernels, without_kernels
 from oelm.speed.row_windows import RowWindows, make_windows
-from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, yardstick
+from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
 from oelm.training.resolve import ResolvedRun
@@ -226,7 +226,7 @@ class FastStep(PlainStep):
     def why_unwatched(self) -> str | None:
         if self.state.num_processes > 1:
             return "several processes"
-        return UNWATCHED.get(self.precision)
+        return None if self.precision in TOLERANCE else f"{self.precision} has no tolerance"
 
     def paths(self) -> dict[str, Any]:
         failed = "" if self.graphed is None else self.graphed.failed

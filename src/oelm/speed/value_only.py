@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.data.assemble import Packing
-from oelm.speed.operations import kernels_allowed
-from oelm.speed.packed import packed_attention
+from oelm.speed.operations import kernels_allowed, packed_attention
 
 try:
     from oelm.speed.kernels import attention_triton

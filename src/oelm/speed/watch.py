@@ -32,9 +32,6 @@ TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "
 MAX_ERROR_RATIO = 4  # allowed error of the fast path over the plain path's, both against float32
 
 
-UNWATCHED = {"fp16": "fp16 has no tolerance"}  # by precision: why the fast path is not compared
-
-
 def due(watch: Watch, step: int) -> bool:
     return watch.again or step in EARLY or (step > 0 and step % EVERY == 0)
 

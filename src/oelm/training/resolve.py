@@ -157,16 +157,9 @@ def _short_name(model: Path) -> str:
 
 def default_folder(config: RunConfig) -> Path:
     """Where a run is written if nobody says where."""
-    name = config.experiment or "-".join(
-        [
-            Path(str(config.task.name or config.task.data)).stem,
-            _short_name(Path(config.model.name or "gpt")),
-            config.method.name,
-            f"lr{config.training.lr:g}",
-            f"s{config.training.seed}",
-        ]
-    )
-    return Path("runs") / name
+    task, model = Path(str(config.task.name or config.task.data)), Path(config.model.name or "gpt")
+    parts = (task.stem, _short_name(model), config.method.name, f"lr{config.training.lr:g}")
+    return Path("runs", config.experiment or "-".join([*parts, f"s{config.training.seed}"]))
 
 
 def choice_of(task: TaskConfig, model: str | None) -> Choice:

@@ -38,14 +38,13 @@ def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    everything = sum(p.numel() for p in model.parameters())
-    embeddings = model.get_input_embeddings().weight.numel()
-    multiplied = everything if task_kind(kind).predicts_tokens else everything - embeddings
+    multiplied = everything = sum(p.numel() for p in model.parameters())
     text_config = model.config.get_text_config()
-    width, layers = text_config.hidden_size, text_config.num_hidden_layers
-    activations = on_device * width * layers * 40 * 4
+    activations = on_device * text_config.hidden_size * text_config.num_hidden_layers * 40 * 4
     if task_kind(kind).predicts_tokens:
         activations += on_device * text_config.vocab_size * 3 * 4
+    else:
+        multiplied -= model.get_input_embeddings().weight.numel()
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
         "time_s": 6 * multiplied * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
