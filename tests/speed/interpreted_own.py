@@ -249,7 +249,7 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
             parameter.data.mul_(1 + nudge)
         before = [p.detach().clone() for p in model.parameters()]
         state = process_state()
-        made = FastStep(resolve_run(settings, task, state.device), task, model, state, None)
+        made = FastStep(resolve_run(settings, task, state.device), task, model, state)
         made.optimizer = make_optimizer(model, settings.training, RecordableAdamW)
         made.graphed = made._make_graphed()
         with pytest.MonkeyPatch.context() as patch:

@@ -280,12 +280,12 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_usual(store, accumulate, mon
         if recorded:
             graphed = step.graphed
 
-            def fails(batch, graphed=graphed):
+            def fails(graphed=graphed):
                 for parameter in graphed.parameters:  # a recording leaves gradients that were never computed
                     parameter.grad = torch.full_like(parameter, 7.0)
                 raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-            monkeypatch.setattr(graphed, "_record", fails)
+            monkeypatch.setattr(torch.cuda, "CUDAGraph", fails)
         batches = task.plan("train", 8, None, 1).epoch(0)
         for k in range(4):
             step.take(k, batches, 0)

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from oelm.data import Epoch
-from oelm.data.tasks.base import Batch, Objective
+from oelm.data.tasks.base import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
@@ -22,7 +21,6 @@ from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
-from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import layer_scales, learning_rate, make_optimizer, shrinkage
 from oelm.training.step import PlainStep, Watch
 
@@ -30,16 +28,15 @@ from oelm.training.step import PlainStep, Watch
 class FastStep(PlainStep):
     plain = False
 
-    def __init__(
-        self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None
-    ) -> None:
-        super().__init__(resolved, objective, raw, state)
-        self.watch = watch
+    def __init__(self, *given: Any, watch: Watch | None = None) -> None:
+        """`given` as for the plain step; with `watch` it is compared with that one now and then."""
+        super().__init__(*given)
+        raw, self.watch = self.raw, watch
         self.forward = None
         if isinstance(raw, OelmGPTPreTrainedModel):
             sizes = raw.config.d_model, raw.config.num_heads
             dtype = DTYPES.get(self.precision, torch.float32)
-            self.forward = FastForward(raw, have_kernels(state.device, dtype, *sizes))
+            self.forward = FastForward(raw, have_kernels(self.state.device, dtype, *sizes))
             self.forward.install()
         self.windows = self._make_windows()
         if self.windows is not None:

@@ -151,7 +151,7 @@ def make_step(
             if error.name != "oelm.speed":
                 raise
         else:
-            return FastStep(resolved, objective, raw, state, watch)
+            return FastStep(resolved, objective, raw, state, watch=watch)
     step = PlainStep(resolved, objective, raw, state)
     if resolved.config.training.fast:
         step.why_plain = "oelm.speed is not installed"
