@@ -264,11 +264,10 @@ def status(
     if as_json:
         say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
         return
-    from rich.console import Group
     from rich.live import Live
 
-    def picture() -> Group:
-        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
+    def picture() -> Any:
+        return status_table([run_status(f) for f in find_runs(roots)])
 
     screen = console()
     if not watch:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.errors import UserError
+from oelm.errors import Interrupted, UserError
 from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
@@ -78,6 +78,8 @@ def _from_folder(folder: Path) -> Any:
         if there("vocab.txt"):
             cased = "cased" in folder.name.replace("uncased", "")
             return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
+    except Interrupted:
+        raise
     except Exception as error:  # a broken file fails in many ways inside the libraries
         if is_out_of_memory(error):
             raise
