@@ -264,10 +264,11 @@ def status(
     if as_json:
         say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
         return
+    from rich.console import Group
     from rich.live import Live
 
     def picture() -> Any:
-        return status_table([run_status(f) for f in find_runs(roots)])
+        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
 
     screen = console()
     if not watch:
