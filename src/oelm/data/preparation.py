@@ -13,7 +13,7 @@ from oelm.data.files import Chunk
 from oelm.data.progress import progress
 from oelm.data.store import Store
 from oelm.data.tasks import task_kind
-from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
+from oelm.data.tokenizer import load_tokenizer, pad_id, train_tokenizer, trained_size
 from oelm.data.writer import cache_dir, cached_store
 from oelm.system.files import folder_name
 from oelm.system.messages import notice
@@ -63,24 +63,29 @@ def prepare(
     return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
 
 
-def item_dtypes(encoder: Encoder) -> dict[str, Any]:
-    """The columns that all items have."""
-    return {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+class Rows(NamedTuple):
+    """Some rows of a part that belong to one split, with the columns that their kind reads."""
+
+    part: Part
+    split: str
+    numbers: np.ndarray  # in the part
+    ids: np.ndarray  # a row's number in its source; sources of one role are counted through
+    columns: Chunk
+
+    def bytes(self, *roles: str) -> int:
+        """UTF-8 bytes of the texts."""
+        return sum(len(text.encode()) for role in roles for text in self.columns.get(role, ()))
 
 
-def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.ndarray, np.ndarray, Chunk]]:
-    """All rows that belong to a split, in the order of the sources: part, split, rows, ids, columns.
-
-    An id is a row's number in its source; sources of one role are counted through.
-    """
+def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
+    """All rows that belong to a split, in the order of the sources."""
     counted = dict.fromkeys(SPLITS, 0)
     total = sum(len(part.split) for part in dataset.parts)
     with progress(f"tokenising {dataset.name}", total, "rows", show) as advance:
         for part in dataset.parts:
             for first, chunk in part.rows():
-                for role, values in chunk.items():
-                    if role in ("text", "text_pair", "question", "context", "target"):
-                        chunk[role] = [value or "" for value in values]
+                for role in chunk.keys() & {"text", "text_pair", "question", "context", "target"}:
+                    chunk[role] = [value or "" for value in chunk[role]]
                 size = len(next(iter(chunk.values())))
                 codes = part.split[first : first + size]
                 for code, split in enumerate(SPLITS):
@@ -88,7 +93,7 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.n
                     if len(places):
                         picked = {role: [values[i] for i in places] for role, values in chunk.items()}
                         rows = first + places
-                        yield part, split, rows, counted[part.role] + rows, picked
+                        yield Rows(part, split, rows, counted[part.role] + rows, picked)
                 advance(size)
             counted[part.role] += len(part.split)
 
