@@ -160,7 +160,7 @@ def test_a_file_size_limit_is_reported_and_leaves_nothing(tmp_path: Path) -> Non
 
 STARVED = """
 import resource, sys, pydantic
-import oelm.cli.main, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
+import oelm.cli.main, oelm.data, oelm.data.checks, transformers.models.auto.tokenization_auto
 sys.argv = ["oelm", "data", "inspect", sys.argv[1]]
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (4 << 20)

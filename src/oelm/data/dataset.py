@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.files import Chunk, Source
-from oelm.data.shuffle import text_key
-from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
+from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 from oelm.system.messages import Notice, notice
@@ -27,13 +26,11 @@ class Part:
     source: Source
     columns: dict[str, str]  # role -> column
     role: str  # the split its rows belong to, unless held out
-    keys: Array = field(
-        default_factory=lambda: np.zeros(0, dtype=np.uint64)
-    )  # one per row: equal = duplicate
-    groups: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))  # equal = never parted
-    numbers: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the groups in a split
-    labels: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    split: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int8))  # index into SPLITS, or DROPPED
+    keys: Array = field(init=False)  # one per row: equal = duplicate
+    groups: Array = field(init=False)  # equal = never parted
+    numbers: Array = field(init=False)  # of the groups in a split
+    labels: Array = field(init=False)
+    split: Array = field(init=False)  # index into SPLITS, or DROPPED
     values: list[Any] = field(default_factory=list)  # labels as the source has them, until they are numbers
 
     def rows(self) -> Iterator[tuple[int, Chunk]]:
@@ -56,9 +53,7 @@ class Dataset:
     label_names: list[str]
     identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
     separate: bool = True  # a corpus: are rows documents?
-    held_out: dict[str, float] = field(
-        default_factory=dict
-    )  # a corpus: split -> share of the training documents
+    held_out: dict[str, float] = field(default_factory=dict)  # a corpus: split -> share of its documents
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
@@ -69,13 +64,8 @@ class Dataset:
             {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
             for part in self.parts
         ]
-        return {
-            "version": VERSION,
-            "kind": self.kind,
-            "labels": self.label_names,
-            "sources": sources,
-            **self.identity,
-        }
+        about = {"version": VERSION, "kind": self.kind, "labels": self.label_names, "sources": sources}
+        return about | self.identity
 
     def sizes(self) -> dict[str, int]:
         """Rows per split (not of a corpus, which is counted while it is written)."""
@@ -176,7 +166,7 @@ def hold_out(dataset: Dataset, split: str, share: float, seed: int, group: str |
         mask[rows[held]] = True
     elif group == "text":
         groups = np.concatenate([part.groups for part in parts])
-        mask[rows] = take_groups(groups[rows], groups[rows], share, seed)
+        mask[rows] = take_groups(groups[rows], share, seed)
     else:
         size = max(round(share * len(rows)), len(np.unique(labels[rows])))
         mask[rows] = take_stratified(keys[rows], labels[rows], size, seed)
@@ -239,3 +229,78 @@ def _number_groups(parts: list[Part]) -> None:
     for part in parts:
         part.numbers = numbers[start : start + len(part.groups)]
         start += len(part.groups)
+
+
+# Which rows are held out: functions of the texts, the labels and a seed, never of the order of the rows.
+
+
+def take_stratified(keys: Array, labels: Array, size: int, seed: int) -> Array:
+    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows.
+
+    First one row of each class, so that no class is missing; then row number r of the n rows of its
+    class at the place (r + 1/2) / n. `keys` (one per text) and the seed decide r.
+    """
+    mixed = shuffle_keys(keys, seed)
+    by_class = np.lexsort((mixed, labels))
+    counts = np.bincount(labels)
+    rank = np.empty(len(labels), dtype=np.int64)
+    rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = (rank + 0.5) / np.maximum(counts[labels], 1)
+    mask = np.zeros(len(labels), dtype=bool)
+    mask[np.lexsort((mixed, place, rank > 0))[:size]] = True
+    return mask
+
+
+def take_groups(groups: Array, share: float, seed: int) -> Array:
+    """A mask of about `share` of the rows in whole groups: rows of one group are never parted."""
+    names, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(shuffle_keys(names, seed), kind="stable")
+    taken = np.zeros(len(names), dtype=bool)
+    taken[order[np.cumsum(sizes[order]) <= max(share * len(groups), sizes[order[:1]].sum())]] = True
+    return taken[group]
+
+
+def hold_out_phrases(phrases: list[str], share: float, seed: int, keys: Array) -> tuple[Array, Array]:
+    """Masks (held out, dropped) for a set whose rows are phrases of one another.
+
+    A root is a phrase that lies in no other; roots stand for sentences. About `share` of them are held
+    out with every phrase that lies only in them. A phrase that lies in roots of both sides belongs to
+    neither and is dropped. So no held-out phrase contains, or is contained in, a training phrase.
+    """
+    texts = [" ".join(phrase.split()) for phrase in phrases]
+    unique = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    first_key = np.zeros(len(unique), dtype=np.uint64)
+    index = np.array([unique[text] for text in texts], dtype=np.int64)
+    first_key[index] = keys
+    inside = _contained_by_root(list(unique), unique)
+    roots = np.fromiter(inside, dtype=np.int64, count=len(inside))
+    held = np.zeros(len(unique), dtype=bool)
+    kept = np.zeros(len(unique), dtype=bool)
+    order = roots[np.argsort(shuffle_keys(first_key[roots], seed), kind="stable")]
+    for place, root in enumerate(order.tolist()):
+        side = held if place < share * len(order) else kept
+        side[root] = True
+        side[inside[root]] = True
+    return (held & ~kept)[index], (held & kept)[index]
+
+
+def _contained_by_root(texts: list[str], unique: dict[str, int]) -> dict[int, list[int]]:
+    """For each root the phrases inside it. Longest first, so that only roots are ever taken apart."""
+    inside: dict[int, list[int]] = {}
+    contained = np.zeros(len(texts), dtype=bool)
+    for i in sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i])):
+        if contained[i]:
+            continue
+        text = texts[i]
+        gaps = [at for at, letter in enumerate(text) if letter == " "]
+        starts, ends = [0, *(at + 1 for at in gaps)], [*gaps, len(text)]
+        found = {
+            unique[part]
+            for first, start in enumerate(starts)
+            for end in ends[first:]
+            if (part := text[start:end]) in unique
+        }
+        found.discard(i)
+        inside[i] = sorted(found)
+        contained[inside[i]] = True
+    return inside

@@ -77,13 +77,8 @@ class Trained:
         """The run's data, or other data read the same way, under the model's own tokenizer."""
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
-            changes = {
-                "name": None,
-                "data": None,
-                "test_file": None,
-                "train_size": None,
-                "train_on": None,
-            } | changes
+            other = ("name", "data", "test_file", "train_size", "train_on")
+            changes = dict.fromkeys(other) | changes
         if changes.get("name"):  # which a file's columns say nothing of
             changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
@@ -196,9 +191,9 @@ class Trained:
         path = self.run / "freeze_audit.json"
         try:
             recorded = Fingerprint.from_dict(read_object(path)["fingerprint"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{path} is damaged: it holds no fingerprint to compare with") from None
         return audit(self.model, recorded)
 

@@ -19,8 +19,7 @@ from oelm.audit import unwrap
 from oelm.data.assemble import Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
-from oelm.data.preparation import Lengths
-from oelm.data.progress import progress
+from oelm.data.preparation import Lengths, progress
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
 from oelm.data.tasks.base import PADDED, Array, Baselines, Batch, Measured, Objective, Splits, TaskKind
