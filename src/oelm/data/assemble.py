@@ -207,11 +207,6 @@ class Windows:
         """What `Plan` wants to know: all windows count as equally long."""
         return np.broadcast_to(np.int64(self.size), len(self))
 
-    @property
-    def targets(self) -> int:
-        """How many tokens all windows together predict."""
-        return min(len(self) * self.size, len(self.split.tokens) - 1)
-
     def groups(self) -> Array:
         """Per window the number of the document in which its first target lies. Documents in which no window
         begins are not counted."""

@@ -127,32 +127,28 @@ class StoreTexts:
 
     def read(self, split: Split, items: Array, blind: bool) -> Iterator[str]:
         """The items' texts, decoded a chunk at a time; of pairs both, or (blind) the second alone."""
-        starts, ends = split.offsets[:-1], split.offsets[1:]
-        seconds = starts + second_starts(split, self.joiner) if self.pairs else starts
         for at in range(0, len(items), CHUNK):
-            chunk = items[at : at + CHUNK]
-            texts = self._decode(split, seconds[chunk], ends[chunk])
-            if self.pairs and not blind:  # written alike whatever the tokenizer puts between them
-                firsts = self._decode(split, starts[chunk], seconds[chunk] - len(self.joiner))
+            chunk = items[at : at + CHUNK].tolist()
+            tokens = [split.tokens[split.offsets[i] : split.offsets[i + 1]].tolist() for i in chunk]
+            if not self.pairs:
+                yield from self._decode(tokens)
+                continue
+            seconds = [second_start(ids, self.joiner) for ids in tokens]
+            if split.second is not None:
+                seconds = split.second[chunk].tolist()
+            texts = self._decode([ids[start:] for ids, start in zip(tokens, seconds, strict=True)])
+            if not blind:  # written alike whatever the tokenizer puts between them
+                ends = [start - len(self.joiner) for start in seconds]
+                firsts = self._decode([ids[:end] for ids, end in zip(tokens, ends, strict=True)])
                 texts = [f"{first} [SEP] {second}" for first, second in zip(firsts, texts, strict=True)]
             yield from texts
 
-    def _decode(self, split: Split, starts: Array, ends: Array) -> list[str]:
-        ids = [split.tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
-        return self.backend.decode_batch(ids, skip_special_tokens=True)
+    def _decode(self, tokens: list[list[int]]) -> list[str]:
+        return self.backend.decode_batch(tokens, skip_special_tokens=True)
 
 
-def second_starts(split: Split, joiner: Sequence[int]) -> Array:
-    """Where each pair's second text starts in its item: as the store says, or after the first joiner."""
-    if split.second is not None:
-        return split.second
-    tokens, offsets = split.tokens, split.offsets
-    places = np.arange(max(0, len(tokens) - len(joiner) + 1))
-    for shift, token in enumerate(joiner):
-        places = places[tokens[places + shift] == token]
-    items = np.searchsorted(offsets, places, side="right") - 1
-    whole = places + len(joiner) <= offsets[items + 1]  # not across two items
-    found, first = np.unique(items[whole], return_index=True)
-    starts = split.lengths.copy()  # a pair without a joiner has no second text
-    starts[found] = places[whole][first] + len(joiner) - offsets[found]
-    return starts
+def second_start(tokens: list[int], joiner: list[int]) -> int:
+    """Where a pair's second text starts: after the first joiner; a pair without one has no second text."""
+    size = len(joiner)
+    places = range(len(tokens) - size + 1)
+    return next((i + size for i in places if tokens[i : i + size] == joiner), len(tokens))

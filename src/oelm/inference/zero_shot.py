@@ -9,11 +9,10 @@ prompt if the class is right. A class's score is the log-likelihood of its verba
                  the verbaliser (Holtzman et al. 2021; Zhao et al. 2021)
 """
 
-import os
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -163,7 +162,8 @@ class _Asker:
         )
         # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
         # with every verbaliser are its own, and all others are scored.
-        shared = min(len(os.path.commonprefix([alone, ids])) for ids in whole)
+        alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(alone, *whole, strict=False))
+        shared = sum(1 for _ in alike)
         start = len(self.before)
         return [([*self.before, *ids], start + shared) for ids in whole]
 
@@ -189,9 +189,9 @@ def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
     most = min(TOKENS, LOGITS.get(model.device.type, 1 << 26) // vocabulary)  # tokens that fit into memory
     for start, end in pairwise([0, *fill_batches(lengths, most)]):
         batch = inputs[start:end]
-        ids, real = pad_rows(np.concatenate(batch), lengths[start:end], pad)
-        tensors = (torch.from_numpy(array.astype(np.int64)).to(model.device) for array in (ids, real))
-        out = model(**dict(zip(("input_ids", "attention_mask"), tensors, strict=True)), use_cache=False)
+        padded, real = map(torch.from_numpy, pad_rows(np.concatenate(batch), lengths[start:end], pad))
+        mask = real.long().to(model.device)
+        out = model(input_ids=padded.to(model.device), attention_mask=mask, use_cache=False)
         for k, given in enumerate(batch):
             for i, j in wanted[given]:
                 tokens, first = rows[i][j]

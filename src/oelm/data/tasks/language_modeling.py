@@ -168,11 +168,7 @@ def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, f
         perplexity = math.exp(loss)
     except OverflowError:
         perplexity = math.inf
-    return {
-        "loss": loss,
-        "perplexity": perplexity,
-        "bits_per_byte": float(nll_sum) / math.log(2) / num_bytes,
-    }
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": float(nll_sum) / math.log(2) / num_bytes}
 
 
 def check_language_model(model: Any, option: str) -> None:

@@ -71,12 +71,8 @@ class AnswerObjective(Objective):
         out = model(**batch.inputs)
         mask, context = batch.inputs["attention_mask"], batch.targets["context"]
         score, _, start, end = best_spans(out, mask, context)
-        return self._loss(out, batch), {
-            "items": batch.targets["items"].cpu().numpy(),
-            "scores": score.cpu().numpy(),
-            "starts": start.cpu().numpy(),
-            "ends": end.cpu().numpy(),
-        }
+        arrays = {"items": batch.targets["items"], "scores": score, "starts": start, "ends": end}
+        return self._loss(out, batch), {name: values.cpu().numpy() for name, values in arrays.items()}
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         """The arrays have one entry per question from here on: of its window with the highest score."""
@@ -86,14 +82,11 @@ class AnswerObjective(Objective):
         for row, question in enumerate(arrays["ids"].tolist()):
             if question not in best or arrays["scores"][row] > arrays["scores"][best[question]]:
                 best[question] = row
-        answers, right = [], []
-        for question, row in sorted(best.items()):
-            item, start, end = (int(arrays[key][row]) for key in ("items", "starts", "ends"))
-            answers.append(answer_text(part, item, start, end, known))
-            right.append(known[question]["answers"])
-        scores = answer_scores(right, answers)
         rows = [row for _, row in sorted(best.items())]
         kept = {name: values[rows] for name, values in arrays.items()}
+        places = zip(kept["items"].tolist(), kept["starts"].tolist(), kept["ends"].tolist(), strict=True)
+        answers = [answer_text(part, item, start, end, known) for item, start, end in places]
+        scores = answer_scores([known[question]["answers"] for question in sorted(best)], answers)
         return Measured({"loss": loss_sum / count, **means(scores)}, kept | scores)
 
 
@@ -254,35 +247,28 @@ def windows(
     """The columns of all windows: each question with as much of its document as there is room for."""
     before, between, after = encoder.pair
     absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("tokens", "lengths", "ids", "second", "starts", "ends", "context", "chars")
-    }
-    for question, (tokens, chars), row, spans in zip(
-        encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True
-    ):
+    texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
+    found: list[tuple[Any, ...]] = []
+    for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
         question = question[: min(QUESTION, room // 2)]
         room -= len(question)
         head = [*before, *question, *between]
         first, last = _token_span(chars, spans[0]) if spans else (-1, -1)
-        for start in range(0, max(1, len(tokens) - min(OVERLAP, room // 2)), room - min(OVERLAP, room // 2)):
+        overlap = min(OVERLAP, room // 2)
+        for start in range(0, max(1, len(tokens) - overlap), room - overlap):
             end = min(start + room, len(tokens))
             inside = spans and start <= first and last < end
-            columns["starts"].append(len(head) + first - start if inside else absent)
-            columns["ends"].append(len(head) + last - start if inside else absent)
-            item = [*head, *tokens[start:end], *after]
-            columns["tokens"].append(item)
-            columns["lengths"].append(len(item))
-            columns["ids"].append(row)
-            columns["second"].append(len(head))
-            columns["context"].append(len(head))
+            answer = (len(head) + first - start, len(head) + last - start) if inside else (absent, absent)
+            item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
             places = np.zeros((len(item), 2), dtype=np.int64)
             places[len(head) : len(head) + end - start] = chars[start:end]
-            columns["chars"].append(places)
-    chars = np.concatenate(columns.pop("chars"))
-    flat = np.concatenate([np.array(item, dtype=encoder.dtype) for item in columns.pop("tokens")])
-    rest = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
-    return rest | {"tokens": flat, "chars_from": chars[:, 0], "chars_to": chars[:, 1]}
+            found.append((item, places, len(item), row, len(head), len(head), *answer))
+    items, characters, *columns = zip(*found, strict=True)
+    names = ("lengths", "ids", "second", "context", "starts", "ends")
+    values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
+    places = np.concatenate(characters)
+    return values | {"tokens": np.concatenate(items), "chars_from": places[:, 0], "chars_to": places[:, 1]}
 
 
 def _token_span(chars: Array, span: tuple[int, int]) -> tuple[int, int]:
