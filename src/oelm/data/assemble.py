@@ -168,11 +168,9 @@ def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = N
     return batch
 
 
-@dataclass
-class WindowBatch:
+class WindowBatch(NamedTuple):
     """Windows of a stream. `targets` are the inputs moved by one: no model needs to shift them again."""
 
-    ids: Array  # (B,) numbers of the windows
     input_ids: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T), IGNORE after the end of the stream
 
@@ -220,9 +218,7 @@ class Windows:
         last = len(self.split.tokens) - 1
         tokens = self.split.tokens[np.minimum(places, last)].astype(np.int64)
         targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE)
-        return WindowBatch(
-            np.asarray(items), torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
-        )
+        return WindowBatch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets))
 
 
 def _long(values: Array) -> torch.Tensor:

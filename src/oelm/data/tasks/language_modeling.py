@@ -50,7 +50,7 @@ class LanguageObjective(Objective):
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         batch = self.windows[split].batch(items)
         inputs = {"input_ids": batch.input_ids}
-        return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
+        return Batch(np.asarray(items), inputs, {"labels": batch.targets}, self.count(split, items))
 
     def places(self, split: str, items: Array) -> tuple[Array, Array]:
         windows = self.windows[split]
@@ -253,9 +253,8 @@ class _Stream:
         arrays: list[np.ndarray] = []
         starts: list[int] = []
         place = self.writer.meta["tokens"]
-        for ids, (_, ends) in zip(
-            self.encoder.ids([part for part, _ in self.pending]), self.pending, strict=True
-        ):
+        tokens = self.encoder.ids([part for part, _ in self.pending])
+        for ids, (_, ends) in zip(tokens, self.pending, strict=True):
             if not self.inside:
                 starts.append(place)
             arrays.append(np.array(ids, dtype=self.encoder.dtype))
