@@ -69,7 +69,7 @@ class Dataset:
 
     def sizes(self) -> dict[str, int]:
         """Rows per split (not of a corpus, which is counted while it is written)."""
-        codes = np.concatenate([part.split for part in self.parts])
+        codes = joined(self.parts, "split")
         return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
 
     def drop(self, part: Part, mask: Array, why: str) -> None:
@@ -135,66 +135,61 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
                 ) from None
 
 
-def training_rows(dataset: Dataset) -> tuple[list[Part], Array, Array, Array]:
-    """The parts that train, and over all of them keys, labels and who is in train now."""
-    parts = [part for part in dataset.parts if part.role == "train"]
-    keys = np.concatenate([part.keys for part in parts])
-    labels = np.concatenate([part.labels for part in parts])
-    return parts, keys, labels, np.concatenate([part.split for part in parts]) == 0
+def joined(parts: list[Part], name: str) -> Array:
+    """An array of several parts, end to end."""
+    return np.concatenate([getattr(part, name) for part in parts])
 
 
-def move(parts: list[Part], mask: Array, code: int) -> None:
-    """Give the rows of a mask over several parts to another split (or to none)."""
-    start = 0
-    for part in parts:
-        part.split[mask[start : start + len(part.split)]] = code
-        start += len(part.split)
+def spread(parts: list[Part], name: str, values: Array) -> None:
+    """Give every part its share of an array over several parts."""
+    ends = np.cumsum([len(part.keys) for part in parts])
+    for part, piece in zip(parts, np.split(values, ends[:-1]), strict=True):
+        setattr(part, name, piece)
 
 
 def hold_out(dataset: Dataset, split: str, share: float, seed: int, group: str | None = None) -> None:
     """Move a share of the training rows to another split: stratified, or in whole groups."""
-    parts, keys, labels, free = training_rows(dataset)
-    rows = np.flatnonzero(free)
-    mask = np.zeros(len(free), dtype=bool)
+    parts = [part for part in dataset.parts if part.role == "train"]
+    codes = joined(parts, "split")
+    rows = np.flatnonzero(codes == 0)
+    keys = joined(parts, "keys")[rows]
     if group == "contains":
         phrases = [text for part in parts for _, chunk in part.rows() for text in chunk["text"]]
-        held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys[rows])
-        mixed = np.zeros(len(free), dtype=bool)
-        mixed[rows[both]] = True
-        dataset.dropped["mixed_phrases"] = int(mixed.sum())
-        move(parts, mixed, DROPPED)
-        mask[rows[held]] = True
+        held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys)
+        dataset.dropped["mixed_phrases"] = int(both.sum())
+        codes[rows[both]] = DROPPED
     elif group == "text":
-        groups = np.concatenate([part.groups for part in parts])
-        mask[rows] = take_groups(groups[rows], share, seed)
+        held = take_groups(joined(parts, "groups")[rows], share, seed)
     else:
-        size = max(round(share * len(rows)), len(np.unique(labels[rows])))
-        mask[rows] = take_stratified(keys[rows], labels[rows], size, seed)
-    move(parts, mask, SPLITS.index(split))
+        labels = joined(parts, "labels")[rows]
+        held = take_stratified(keys, labels, max(round(share * len(rows)), len(np.unique(labels))), seed)
+    codes[rows[held]] = SPLITS.index(split)
+    spread(parts, "split", codes)
 
 
 def cut_train(dataset: Dataset, size: int, seed: int) -> None:
     """Keep a nested, stratified subset of the training rows: a larger size keeps these and adds others."""
-    parts, keys, labels, free = training_rows(dataset)
-    rows = np.flatnonzero(free)
-    classes = len(np.unique(labels[rows]))
+    parts = [part for part in dataset.parts if part.role == "train"]
+    codes = joined(parts, "split")
+    rows = np.flatnonzero(codes == 0)
+    labels = joined(parts, "labels")[rows]
+    classes = len(np.unique(labels))
     if not max(1, classes) <= size <= len(rows):
         raise UserError(
             f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows"
             + (f" in {classes} classes" if classes > 1 else "")
         )
-    mask = np.zeros(len(free), dtype=bool)
-    mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)
-    move(parts, mask, DROPPED)
-    if mask.any():
-        dataset.dropped["beyond_train_size"] = int(mask.sum())
+    codes[rows[~take_stratified(joined(parts, "keys")[rows], labels, size, seed)]] = DROPPED
+    spread(parts, "split", codes)
+    if size < len(rows):
+        dataset.dropped["beyond_train_size"] = len(rows) - size
 
 
 def finish(dataset: Dataset) -> None:
-    """The checks that need all splits: none empty, classes present, duplicates counted."""
-    codes = np.concatenate([part.split for part in dataset.parts])
-    keys = np.concatenate([part.keys for part in dataset.parts])
-    labels = np.concatenate([part.labels for part in dataset.parts])
+    """What needs all splits: none is empty, classes are present, duplicates counted, groups numbered."""
+    import pandas
+
+    codes, keys, labels = (joined(dataset.parts, name) for name in ("split", "keys", "labels"))
     for code, split in enumerate(SPLITS):
         if not (codes == code).any():
             raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")
@@ -211,24 +206,11 @@ def finish(dataset: Dataset) -> None:
             dataset.warnings.append(notice("data.dropped", count=count, why=why))
     for part in dataset.parts:
         part.values.clear()
-    _number_groups(dataset.parts)
-
-
-def _number_groups(parts: list[Part]) -> None:
-    """Number the groups of each split 0, 1, ... in the order in which they first appear."""
-    codes = np.concatenate([part.split for part in parts])
-    groups = np.concatenate([part.groups for part in parts])
+    groups = joined(dataset.parts, "groups")
     numbers = np.zeros(len(groups), dtype=np.int64)
-    for code in range(len(SPLITS)):
-        rows = codes == code
-        _, first, inverse = np.unique(groups[rows], return_index=True, return_inverse=True)
-        place = np.empty(len(first), dtype=np.int64)
-        place[np.argsort(first)] = np.arange(len(first))
-        numbers[rows] = place[inverse]
-    start = 0
-    for part in parts:
-        part.numbers = numbers[start : start + len(part.groups)]
-        start += len(part.groups)
+    for code in range(len(SPLITS)):  # 0, 1, ... in each split, in the order in which they first appear
+        numbers[codes == code] = pandas.factorize(groups[codes == code])[0]
+    spread(dataset.parts, "numbers", numbers)
 
 
 # Which rows are held out: functions of the texts, the labels and a seed, never of the order of the rows.

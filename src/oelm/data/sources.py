@@ -33,7 +33,18 @@ class HubSource(Source):
         return content_digest([Path(file["filename"]) for file in self.table.cache_files])
 
 
-def _hub_source(task: Task, split: str) -> Source:
+def _source(task: Task, split: str, data_dir: Path | None) -> Source:
+    """A split of a task: from the folder where one is given, from the hub otherwise."""
+    if data_dir is not None:
+        folder = data_dir / task.folder
+        paths = [folder / f"{split}.parquet"]
+        if not paths[0].is_file():
+            paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
+        if not paths:
+            raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
+        for path in paths:
+            open_file(path)  # refuses what is not Parquet
+        return ParquetSource(*paths)
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
     import datasets
@@ -46,21 +57,6 @@ def _hub_source(task: Task, split: str) -> Source:
             "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         ) from None
     return HubSource(f"{task.hub.path}, split {split}", table)
-
-
-def _source(task: Task, split: str, data_dir: Path | None) -> Source:
-    """A split of a task: from the folder where one is given, from the hub otherwise."""
-    if data_dir is None:
-        return _hub_source(task, split)
-    folder = data_dir / task.folder
-    paths = [folder / f"{split}.parquet"]
-    if not paths[0].is_file():
-        paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
-    if not paths:
-        raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
-    for path in paths:
-        open_file(path)  # refuses what is not Parquet
-    return ParquetSource(*paths)
 
 
 def find_data_dir(data_dir: str | Path | None) -> Path | None:
