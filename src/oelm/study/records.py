@@ -269,9 +269,7 @@ class Record:
 
 def read_record(folder: Path, follow: bool = True) -> Record | None:
     """The record in a folder; None if the run has not ended. UserError if the record cannot be used.
-
-    `follow=False`, for records that someone else made: regular files only, no links.
-    """
+    `follow=False`, for records that someone else made: regular files only, no links."""
     if not (folder / "results.json").exists() or not (folder / "environment.json").exists():
         return None
     config = read_config(folder, follow)

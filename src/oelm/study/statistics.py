@@ -145,9 +145,7 @@ class Equivalence:
 
 def equivalence(differences: Any, margin: float) -> Equivalence:
     """Two one-sided paired t tests at 5 %: equivalent if and only if the 90 % interval is inside the margin.
-
-    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent.
-    """
+    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent."""
     ordered = np.sort(finite("differences", differences))
     n, mean = len(ordered), math.fsum(ordered) / len(ordered)
     if constant(ordered):
