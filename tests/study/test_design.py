@@ -2,6 +2,7 @@
 
 import pytest
 
+from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.design import make_study, read_study, shipped_studies
 
@@ -25,12 +26,12 @@ steps = 10
 def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     study = make_study(read_study(str(tmp_path / "s.toml")))
-    assert list(study.methods) == ["baseline", "oelm", "oelm (init=own)"]
+    assert list(study.arms) == ["baseline", "oelm", "oelm (init=own)"]
     assert study.reference_arm == "baseline" and study.table.lrs == [3e-4, 1e-3]
     imdb, sst2 = study.task_config("imdb"), study.task_config("sst2")
     assert imdb.training.steps == 10 and imdb.training.epochs is None  # a task's steps replace the epochs
     assert sst2.training.epochs == 2 and sst2.task.name == "sst2" and sst2.task.max_length == 128
-    (tmp_path / "again.toml").write_text(study.to_toml())
+    (tmp_path / "again.toml").write_text(to_toml(study.to_dict()))
     again = make_study(read_study(str(tmp_path / "again.toml")))
     assert again.to_dict() == study.to_dict()
 
@@ -79,7 +80,7 @@ def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
 @pytest.mark.parametrize("name", list(shipped_studies()))
 def test_every_shipped_study_is_one(name):
     study = make_study(read_study(name), name)
-    assert study.title and len(study.methods) >= 2
+    assert study.title and len(study.arms) >= 2
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -13,9 +13,8 @@ from oelm.study.design import make_study as make_design
 from oelm.study.records import find_records
 from oelm.study.report import as_plain, summary, write_report
 from oelm.study.report.notices import notices
-from oelm.study.report.view import View
-from oelm.study.report.words import LANGUAGES, Words, table
-from oelm.system.messages import notice, text_of
+from oelm.study.report.view import View, Words, table
+from oelm.system.messages import LANGUAGES, notice, text_of
 from tests.claims.claim_records import GRID, MEDIUM, pairs, rates_study, run, trials
 from tests.study.report_folders import make_study
 
@@ -48,7 +47,7 @@ def test_what_diverged_rules_its_rate_out_and_is_shown(kind):
     (comparison,) = analysis.comparisons
     assert comparison.verdict == "better" and comparison.problems == ()
     assert comparison.arm.chosen and comparison.arm.lr_scores[1e-3] is None
-    assert [(f.lr, f.seed, f.kind) for f in comparison.arm.failures] == [(1e-3, 1001, kind)]
+    assert [(f.lr, f.seed, f.failure_kind) for f in comparison.arm.failures] == [(1e-3, 1001, kind)]
     told = [n.text for n in notices(View(analysis, Words("en"))) if n.kind == "failed"]
     assert len(told) == 1 and Words("en")(f"failure.{kind}") in told[0]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oelm.study.matrix import Cell, Matrix, plan_runs, widen_grid
+from oelm.study.matrix import Cell, plan_runs, widen_grid
 
 METHODS = ["baseline", "oelm"]
 SEEDS, CHOICE = [1, 2, 3], [1001, 1002]
@@ -68,7 +68,7 @@ def test_a_study_waits_for_every_trial_and_a_report_chooses_for_the_methods_that
     rest = {cell: score for cell, score in scores.items() if cell != lost}
     world = (METHODS, [1e-4, 3e-4, 1e-3], CHOICE, SEEDS, 2, rest, True)
     waiting, partial = plan_runs(*world), plan_runs(*world, partial=True)
-    assert not waiting.decided and waiting.unevaluated == partial.unevaluated == [lost]
+    assert not waiting.chosen and waiting.unevaluated == partial.unevaluated == [lost]
     assert partial.chosen == {"baseline": 3e-4} and not partial.failed
     assert plan_runs(*world[:5], scores, True, partial=True) == whole
 
@@ -129,7 +129,3 @@ def test_the_order_in_which_runs_end_changes_nothing(best, seed, fails, widen):
 )
 def test_the_grid_goes_on_in_its_own_steps(grid, side, new):
     assert widen_grid(grid, side) == pytest.approx(sorted([*grid, new]))
-
-
-def test_an_empty_matrix_is_undecided():
-    assert not Matrix([1e-3]).decided

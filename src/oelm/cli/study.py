@@ -53,7 +53,7 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.folder import StudyFolder
-    from oelm.study.report.words import Words
+    from oelm.study.report.view import Words
 
     Words(lang)  # a language that does not exist must not cost a study
     lists = {"tasks": task, "methods": methods, "lrs": lrs}
@@ -159,11 +159,11 @@ def describe(study: "Study", out: Path) -> str:
     check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
     places = make_launcher(study, estimates, out).places
-    methods, grid = len(study.methods), len(table.lrs)
+    methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     measured = methods * table.seeds
     lines = [
-        f"methods   {', '.join(study.methods)} (compared with {study.reference_arm})",
+        f"methods   {', '.join(study.arms)} (compared with {study.reference_arm})",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
         f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
@@ -204,8 +204,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.conduct import conduct
-    from oelm.study.progress_view import ProgressView, kept_models
+    from oelm.study.conduct import ProgressView, conduct
     from oelm.study.report import as_plain, summary, write_report
 
     with ProgressView() as view:
@@ -216,8 +215,8 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         return
     say(summary(written.analysis, lang))
     say("")
-    for what, where in kept_models(progress, out):
-        say(f"model    {what}: {where}")
+    for folder in sorted(out.glob("runs/*/*/*/model")):
+        say(f"model    {folder}")
     for name, reason in progress.failed.items():
         say(f"failed   {name}: {reason}")
     say(f"report   {written.html}")

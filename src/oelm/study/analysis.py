@@ -15,44 +15,33 @@ import numpy as np
 from oelm.errors import UserError
 from oelm.study import statistics
 from oelm.study.design import Study
-from oelm.study.folder import StudyFolder, check_folder
+from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
 from oelm.study.items import ItemDifference, McNemarSeeds, item_bootstrap, mcnemar_seeds
 from oelm.study.matrix import Cell, Matrix, lr_mean
-from oelm.study.records import Record, find_records
-from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Failure, Group
-from oelm.system.messages import Notice, notice
+from oelm.study.records import Record
+from oelm.study.result_types import FEWEST_SEEDS, Across, Analysis, ArmResult, Comparison, Group
 from oelm.training.predictions import item_scores, larger_is_better
 
 
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below it."""
-    damaged: list[Notice] = []
     study: Study | None = None
-    left_out, changes = 0, []
+    changes = []
     if (folder / "study.toml").is_file():
-        study_folder = StudyFolder(folder)
-        study, changes = study_folder.read(), study_folder.changes()
-        records, left_out = study_folder.records(damaged)
+        study, changes = StudyFolder(folder).read(), StudyFolder(folder).changes()
     else:
         check_folder(folder)
-        _refuse_studies_below(folder)
-        records = list(find_records(folder, damaged))
+        # Without its study.toml a report could not tell how a study's learning rates were chosen.
+        below = [path.parent for path in sorted(folder.rglob("study.toml"))]
+        if studies := [str(study) for study in below if any(study.rglob("results.json"))]:
+            more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
+            names = " or ".join(studies[:5])
+            raise UserError(f"{folder} is not a study, but studies are below it: report on {names}{more}")
+    records, left_out, damaged = records_below(folder)
     if not any(record.completed or record.results["status"] == "failed" for record in records):
-        why = f": {damaged[0]}" if damaged else ""
-        raise UserError(f"{folder} holds no run that has ended{why}")
+        raise no_runs(folder, damaged)
     analysis = analyse_records(records, study, left_out, folder.resolve().name)
     return replace(analysis, damaged=damaged, changes=changes)
-
-
-def _refuse_studies_below(folder: Path) -> None:
-    """Without its study.toml a report could not tell how a study's learning rates were chosen."""
-    below = [path.parent for path in sorted(folder.rglob("study.toml"))]
-    studies = [str(study) for study in below if any(study.rglob("results.json"))]
-    if studies:
-        more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
-        raise UserError(
-            f"{folder} is not a study, but studies are below it: report on {' or '.join(studies[:5])}{more}"
-        )
 
 
 def analyse_records(
@@ -89,10 +78,8 @@ def analyse_records(
 
 
 def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
-    """Correct p (Holm) for all planned comparisons of the study.
-
-    One with problems counts as p = 1, so that no fault in the data makes the others look better.
-    """
+    """Correct p (Holm) for all planned comparisons. One with problems counts as p = 1, so that no fault in
+    the data makes the others look better."""
     p_values = [c.paired.p if c.paired and not c.problems else None for c in comparisons]
     adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
     return [
@@ -105,7 +92,7 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
     first = records[0]
     methods = list(dict.fromkeys(record.method for record in records))
     if study:
-        methods = [m for m in study.methods if m in methods]
+        methods = [m for m in study.arms if m in methods]
     else:
         methods.sort(key=lambda m: (m != "baseline", m))
     scores = {record.cell: record.validation for record in records if record.evaluated}
@@ -147,9 +134,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     else:  # whether the learning rate of the measured runs is the best one is not known
         lrs = {record.lr for record in measured}
         lr, chosen = (lrs.pop() if len(lrs) == 1 else None), False
-    failures = tuple(
-        _failure(r) for r in (*trials, *measured) if (r.validation if r.choosing else r.test) is None
-    )
+    failures = tuple(r for r in (*trials, *measured) if r.score is None)
     scores = {r.cell: r.validation for r in trials}
     means = {
         lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
@@ -157,15 +142,6 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     }
     complete = sorted((r for r in measured if r.test is not None), key=lambda r: (r.seed, r.lr))
     return ArmResult(method, lr, chosen, tuple(complete), tuple(trials), failures, means, unevaluated)
-
-
-def _failure(record: Record) -> Failure:
-    """Why a run has no score; one that was completed with a metric that is not finite diverged."""
-    status, reason = str(record.results["status"]), record.reason
-    if record.completed:
-        status, reason = "failed", notice("run.metric_not_finite", metric=record.metric)
-    kind = "diverged" if record.completed else record.failure_kind
-    return Failure(record.method, record.lr, record.seed, status, reason, kind)
 
 
 def _compare(group: Group, method: str, margin: float, study: Study | None) -> Comparison:
@@ -201,11 +177,7 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
     arms = (arm, reference_arm)
     same_seed, pairs = len(_same_seed(*arms)), len(pair_runs(*arms))
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
-    failed = any(
-        failure.lr == a.lr and failure.of_method and failure.seed not in {r.seed for r in a.trials}
-        for a in arms
-        for failure in a.failures
-    )
+    failed = any(r.lr == a.lr and r.failed_by_method and not r.choosing for a in arms for r in a.failures)
     both_chosen = arm.chosen and reference_arm.chosen
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),
@@ -224,24 +196,19 @@ def find_problems(arm: ArmResult, reference_arm: ArmResult, study: Study | None)
 def _by_item(
     metric: str, pairs: list[tuple[Record, Record]]
 ) -> tuple[ItemDifference | None, McNemarSeeds | None]:
-    """The same difference over test items, if both arms recorded a score for each item."""
-    a, b = (_item_scores(metric, [pair[place] for pair in pairs]) for place in (0, 1))
-    if a is None or b is None or a.shape != b.shape or not larger_is_better(metric):
-        return None, None
-    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
-    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
-
-
-def _item_scores(metric: str, records: list[Record]) -> np.ndarray | None:
-    """The score of every item (runs, items), items in one order; None unless all items count alike."""
+    """The same difference over test items, if all runs recorded a score for each item and all count alike."""
     rows = []
-    for record in records:
+    for record in [record for pair in pairs for record in pair]:
         arrays = record.predictions()
         items = None if arrays is None else item_scores(metric, arrays)
         if items is None or (items.weights != 1).any():
-            return None
+            return None, None
         rows.append(items.scores)
-    return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
+    if not larger_is_better(metric) or len({len(row) for row in rows}) != 1:
+        return None, None
+    a, b = np.array(rows[::2]), np.array(rows[1::2])  # (seeds, items)
+    right_or_wrong = bool(np.isin([a, b], [0, 1]).all())
+    return item_bootstrap(100.0 * a, 100.0 * b), mcnemar_seeds(a, b) if right_or_wrong else None
 
 
 def _across(comparisons: Sequence[Comparison]) -> list[Across]:
@@ -269,9 +236,6 @@ def _mixtures(records: Sequence[Record]) -> dict[str, list[str]]:
     """What differs between the runs of a study: versions, commits, hardware."""
     seen: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        environment = record.environment
-        values = {name: environment.get(name) for name in ("commit", "oelm", "python")}
-        values["hardware"] = environment.get("gpu") or environment.get("cpu")
-        for name, value in (values | environment.get("packages", {})).items():
-            seen[name].add(str(value))
+        for name, value in record.made_with.items():
+            seen[name].add(value)
     return {name: sorted(values) for name, values in seen.items() if len(values) > 1}

@@ -1,32 +1,30 @@
-"""Conduct a study: prepare its data, build every model once, then hand the runs to a launcher."""
+"""Conduct a study: prepare its data, build every model once, give its runs to a launcher, show progress."""
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from oelm.config import RunConfig
+from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
+from oelm.models.build import build_model
 from oelm.study.design import Study
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
-from oelm.system.terminal import say
+from oelm.system.terminal import console, say
+from oelm.training import results
+from oelm.training.display import duration
+from oelm.training.parallel import process_state
+from oelm.training.resolve import objective_of, prepare_data, resolve_run
+from oelm.training.status import run_status
 from oelm.training.stopping import stopping
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from oelm.data.tasks.base import Objective
 
 
 def prepare_settings(study: Study) -> list[Setting]:
     """Prepare the dataset of every task and its trivial baselines, before anything is trained."""
-    from oelm.data.trivial_baselines import trivial_baselines
-    from oelm.training.parallel import process_state
-    from oelm.training.resolve import objective_of, prepare_data, resolve_run
-
     device = process_state().device
     settings = []
     for task in study.tasks:
@@ -44,38 +42,23 @@ def prepare_settings(study: Study) -> list[Setting]:
 
 def check_methods(settings: list[Setting]) -> None:
     """Build every model with every method once: one that cannot be built is refused before any run."""
-    seen = []
-    for setting in settings:
-        if setting.config.model in seen:
-            continue
-        seen.append(setting.config.model)
-        for method in setting.study.methods:
+    for setting in {repr(setting.config.model): setting for setting in settings}.values():
+        for method in setting.study.arms:
             try:
-                _build(setting, setting.run_config(replace(setting.any_cell, method=method)))
+                config = setting.run_config(replace(setting.any_cell, method=method))
+                objective_of(config, setting.store)
+                build_model(config, setting.store)
             except UserError as error:
                 raise UserError(f"{method}: {error}") from None
 
 
-def _build(setting: Setting, config: RunConfig) -> "tuple[PreTrainedModel, Objective]":
-    """The model of a run, on the CPU, and its objective."""
-    from oelm.models.build import build_model
-    from oelm.training.resolve import objective_of
-
-    objective = objective_of(config, setting.store)
-    model, _ = build_model(config, setting.store)
-    return model, objective
-
-
 def estimate_run(setting: Setting) -> dict[str, float]:
     """The `memory_bytes` and `time_s` of one run of a setting, good to a factor of two."""
-    from oelm.training import results
-    from oelm.training.parallel import process_state
-    from oelm.training.resolve import resolve_run
-
-    config = setting.run_config(setting.any_cell)
-    model, objective = _build(setting, config)
-    run = resolve_run(config, objective, process_state().device, setting.study.table.gpus_per_run)
-    return results.estimate(model, setting.store.kind, run)
+    config, store = setting.run_config(setting.any_cell), setting.store
+    run = resolve_run(
+        config, objective_of(config, store), process_state().device, setting.study.table.gpus_per_run
+    )
+    return results.estimate(build_model(config, store)[0], store.kind, run)
 
 
 def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) -> Launcher:
@@ -92,16 +75,74 @@ def conduct(
 ) -> StudyProgress:
     """Make every run the study needs that is not there yet. Raises `Interrupted` when told to stop."""
     folder = StudyFolder(out)
-    began = time.monotonic()
-    with folder.lock(study):
-        with stopping(stop_after):
-            settings = prepare_settings(study)
-            check_methods(settings)
-            launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
+    with folder.lock(study), stopping(stop_after) as stop:
+        settings = prepare_settings(study)
+        check_methods(settings)
+        launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
+        stop.patient = True  # from here on the scheduler looks, and running runs save first
         folder.save(study, settings)
         folder.write(made=[setting.key for setting in settings])
-        if stop_after is not None:
-            stop_after = max(0.001, stop_after - (time.monotonic() - began))
-        with stopping(stop_after) as stop:
-            stop.patient = True
-            return Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+        return Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+
+
+class ProgressView:
+    """Shows a study's progress on standard error: a line per run and, in a terminal, what is running now.
+    A Scheduler calls `show`."""
+
+    def __init__(self) -> None:
+        self.began, self.first_done = time.monotonic(), -1
+        self._live: Any = None
+
+    def __enter__(self) -> "ProgressView":
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: StudyProgress) -> None:
+        if self.first_done < 0:
+            self.first_done = progress.done
+            if progress.done:
+                progress.news.insert(0, f"{progress.done} runs are done already")
+        for line in progress.news:
+            if self._live is None:
+                say(f"{line}; {self._summary(progress)}", err=True)
+            else:
+                self._live.console.print(line, highlight=False, markup=False)
+        progress.news.clear()
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text("\n".join(self._now(progress))))
+
+    def _summary(self, progress: StudyProgress) -> str:
+        # A run may have written its results before its end is reported: it is done, not running.
+        running = [run for run in progress.running if run.cell not in run.setting.scores]
+        later = [  # measured runs that follow once learning rates are chosen
+            len(setting.study.arms) * len(setting.study.seeds)
+            for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
+            if not (matrix.chosen or matrix.failed)
+        ]
+        expected = progress.done + len(running) + len(progress.waiting) + sum(later)
+        text = f"{progress.done} of {expected} runs"
+        made = progress.done - self.first_done
+        if made > 0:
+            half = len(running) / 2  # on average a running run is half done
+            left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)
+            text += f", about {duration(left)} left"
+        return text
+
+    def _now(self, progress: StudyProgress) -> Iterator[str]:
+        for run in progress.running:
+            state = run_status(run.folder) if (run.folder / "config.toml").exists() else None
+            step = f"step {state.step}/{state.of}" if state and state.of else "starting"
+            left = f", {duration(state.left_s)} left" if state and state.left_s is not None else ""
+            yield f"{run.name}: {step}{left}"
+        yield from (f"FAILED {name}" for name in progress.failed)
+        yield self._summary(progress)

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml, to_toml
+from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.study.matrix import Matrix, Scores, plan_runs
@@ -124,11 +124,6 @@ class Study:
         return arms
 
     @property
-    def methods(self) -> dict[str, dict[str, Any]]:
-        """The name of an arm -> its `[method]` table."""
-        return {name: arm.method for name, arm in self.arms.items()}
-
-    @property
     def differs_in(self) -> tuple[str, ...]:
         """The keys, besides the method's, in which the arms differ."""
         keys = {key for arm in self.arms.values() for key in arm.keys}
@@ -140,14 +135,10 @@ class Study:
     @property
     def reference_arm(self) -> str:
         """The name of the arm that the others are compared with."""
-        if self.table.reference is None:
-            return next(iter(self.methods))
-        if self.table.reference in self.arms:
-            return self.table.reference
-        label = Method.from_dict({"name": self.table.reference}).name
-        if label not in self.methods:
-            raise UserError(f"study.reference {label!r} is not among the methods: {', '.join(self.methods)}")
-        return label
+        name = self.table.reference or next(iter(self.arms))
+        if name not in self.arms:
+            raise UserError(f"study.reference {name!r} is not among the methods: {', '.join(self.arms)}")
+        return name
 
     @property
     def tasks(self) -> list[str | None]:
@@ -172,7 +163,7 @@ class Study:
 
     def matrix(self, scores: Scores, larger_is_better: bool, partial: bool = False) -> Matrix:
         """The runs of one task that are needed, given these validation scores; see `plan_runs`."""
-        table, names = self.table, list(self.methods)
+        table, names = self.table, list(self.arms)
         return plan_runs(
             names, table.lrs, self.choice_seeds, self.seeds, table.widen, scores, larger_is_better, partial
         )
@@ -181,9 +172,6 @@ class Study:
         table = {key: value for key, value in asdict(self.table).items() if value is not None}
         per_task = {"per_task": self.per_task} if self.per_task else {}
         return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
-
-    def to_toml(self) -> str:
-        return to_toml(self.to_dict())
 
 
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:

@@ -6,24 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml
+from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, to_toml
 from oelm.errors import UserError
 from oelm.study.design import INCIDENTAL, Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
+from oelm.study.record_checks import type_problem
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
-from oelm.system.files import (
-    check_name,
-    copy_file,
-    delete,
-    folder_beside,
-    folder_name,
-    lock_file,
-    read_json,
-    write_json,
-    write_text,
-)
+from oelm.system import files
 from oelm.system.messages import Notice
 from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
@@ -89,7 +80,7 @@ class Setting:
 
     @property
     def any_cell(self) -> Cell:
-        return Cell(next(iter(self.study.methods)), self.study.table.lrs[0], self.study.seeds[0], False)
+        return Cell(next(iter(self.study.arms)), self.study.table.lrs[0], self.study.seeds[0], False)
 
     def folder(self, root: Path, cell: Cell) -> Path:
         return root / run_folder(self.task, cell, self.identity(cell).key)
@@ -105,27 +96,24 @@ class Setting:
 def run_folder(task: str, cell: Cell, key: str) -> Path:
     """Where a run lies in its study's folder: a readable name that no other run has."""
     part = "choice" if cell.choosing else "measured"
-    names = (folder_name(name, 80, also="-_.=") for name in (task, cell.method))
+    names = (files.folder_name(name, 80, also="-_.=") for name in (task, cell.method))
     return Path("runs", *names, f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
 
 
+@dataclass(frozen=True)
 class StudyFolder:
     """A study's folder, held by one process at a time: study.toml, study.json, runs/, log/."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: IO[bytes] | None = None
+    path: Path
 
     @contextlib.contextmanager
     def lock(self, study: Study) -> Iterator[None]:
-        """Hold the folder, a new one or one of the same study; refused if its shared config differs.
-
-        Methods, tasks, learning rates and seeds may have been added or removed: finished runs are reused.
-        """
+        """Hold the folder, a new one or one of the same study; refused if its shared config differs. Methods,
+        tasks, learning rates and seeds may have been added or removed: finished runs are reused."""
         self.check(study)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_file(self.path / "study.lock")
+            lock = files.lock_file(self.path / "study.lock")
         except BlockingIOError:
             raise UserError(f"{self.path} is in use by another process; wait for it") from None
         except OSError as error:
@@ -137,7 +125,7 @@ class StudyFolder:
                 (self.path / "study.lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
-            self._lock.close()
+            lock.close()
 
     def save(self, study: Study, settings: list[Setting]) -> None:
         """Write study.toml, and note in study.json what was changed after runs had been tested."""
@@ -152,7 +140,7 @@ class StudyFolder:
                     for key in changed
                 ]
                 self.write(changes=[*self.changes(), *new])
-        write_text(self.path / "study.toml", study.to_toml())
+        files.write_text(self.path / "study.toml", to_toml(study.to_dict()))
 
     def changes(self) -> list[dict[str, Any]]:
         """The changes of the study that were made after runs had been tested, in that order."""
@@ -160,10 +148,10 @@ class StudyFolder:
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
-        check_name(self.path)
+        files.check_name(self.path)
         if not (self.path / "study.toml").exists():
-            files = self.path.iterdir() if self.path.is_dir() else ()
-            if self.path.is_file() or any(file.name != "study.lock" for file in files):
+            entries = self.path.iterdir() if self.path.is_dir() else ()
+            if self.path.is_file() or any(entry.name != "study.lock" for entry in entries):
                 raise UserError(f"{self.path} is not a study; name a new folder")
             return
         before = self.read()
@@ -196,19 +184,15 @@ class StudyFolder:
 
     def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
-        values = read_json(path) if path.exists() else {}
-        if (
-            not isinstance(values, dict)
-            or not _is_list_of(dict, values.get("changes", []))
-            or not all(_is_list_of(str, values.get(name, [])) for name in ("made", "imported"))
-        ):
+        values = files.read_json(path) if path.exists() else {}
+        if type_problem(values, {"list": ("changes", "made", "imported")}):
             raise UserError(f"{path} is damaged; delete it, and start the study again to write a new one")
         return values
 
     def write(self, **values: list[Any]) -> None:
         """Update study.json: `made` and `imported` (keys of the settings whose runs belong to the study),
         `changes`."""
-        write_json(self.path / "study.json", self._read() | values)
+        files.write_json(self.path / "study.json", self._read() | values)
 
     def records(self, damaged: list[Notice] | None = None) -> tuple[list[Record], int]:
         """The study's records, and how many records in its folder are of other data or numerics versions."""
@@ -243,7 +227,7 @@ class StudyFolder:
         if damaged:
             refused[f"damaged, such as {damaged[0]}"] = len(damaged)
         if not imported and not refused:
-            raise UserError(f"{source} holds no run that has ended")
+            raise no_runs(source, [])
         self.write(imported=sorted({*self._read().get("imported", []), *keys}))
         return imported, {reason: count for reason, count in refused.items() if count}
 
@@ -258,14 +242,14 @@ class StudyFolder:
         if there is not None and there.evaluated:
             return False
         to.parent.mkdir(parents=True, exist_ok=True)
-        with folder_beside(to) as beside:
+        with files.folder_beside(to) as beside:
             for file in FILES:
                 path = record.folder / file
                 if path.exists() or path.is_symlink():
-                    copy_file(path, beside / file, LARGEST)
+                    files.copy_file(path, beside / file, LARGEST)
             if is_published(record.folder) and (arrays := record.predictions()) is not None:
                 write_predictions(beside, arrays)  # a published record shares a part of them with others
-            delete(to)
+            files.delete(to)
             beside.rename(to)
         return True
 
@@ -278,11 +262,21 @@ def set_aside(root: Path, folder: Path) -> Path:
     return moved
 
 
+def records_below(folder: Path) -> tuple[list[Record], int, list[Notice]]:
+    """The records of a study, or of all runs below a folder; how many records of the study's folder do not
+    belong to it; the problems of those that cannot be read."""
+    damaged: list[Notice] = []
+    if (folder / "study.toml").is_file():
+        return *StudyFolder(folder).records(damaged), damaged
+    return list(find_records(folder, damaged)), 0, damaged
+
+
+def no_runs(folder: Path, damaged: list[Notice]) -> UserError:
+    why = f": {damaged[0]}" if damaged else ""
+    return UserError(f"{folder} holds no run that has ended{why}")
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a path that is not a folder."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: no such folder")
-
-
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)

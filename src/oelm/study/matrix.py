@@ -37,10 +37,6 @@ class Matrix:
     failed: list[str] = field(default_factory=list)  # methods with a failed trial at every learning rate
     unevaluated: list[Cell] = field(default_factory=list)  # trials without a score
 
-    @property
-    def decided(self) -> bool:
-        return bool(self.chosen or self.failed)
-
 
 def plan_runs(
     methods: Sequence[str],
@@ -105,10 +101,8 @@ def lr_mean(method: str, lr: float, seeds: Sequence[int], scores: Scores) -> flo
 
 
 def widen_grid(grid: Sequence[float], side: str) -> list[float]:
-    """The grid with one more learning rate at the "low" or "high" side, in the grid's own steps.
-
-    1e-4, 3e-4, 1e-3 continues with 3e-3, 1e-2.
-    """
+    """The grid with one more learning rate at the "low" or "high" side, in the grid's own steps:
+    1e-4, 3e-4, 1e-3 continues with 3e-3, 1e-2."""
     lrs = sorted(grid)
     if side == "low":
         lrs = [1 / lr for lr in reversed(lrs)]

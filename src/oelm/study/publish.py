@@ -8,7 +8,6 @@ labels, ids and groups of the test items are stored once per folder instead of i
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 
 from oelm.config import to_toml
 from oelm.errors import UserError
-from oelm.study.folder import StudyFolder, check_folder
-from oelm.study.records import Record, find_records, read_record
-from oelm.system.files import read_json, sync_folder, write_json, write_text
+from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
+from oelm.study.records import Record, read_record
+from oelm.system.files import folder_beside, read_json, sync_folder, write_json, write_text
 from oelm.system.messages import Notice
 from oelm.training.predictions import publish_predictions
 
@@ -29,12 +28,11 @@ CURVE_KEYS = ("kind", "step", "loss", "lr", "grad_norm")
 
 @dataclass(frozen=True)
 class Published:
-    """What was written."""
+    """What was written, and the problems of records that cannot be read."""
 
-    folder: Path
     runs: int
     bytes: int
-    left_out: list[Notice]  # the problems of records that cannot be read
+    left_out: list[Notice]
 
 
 def publish(source: Path, folder: Path) -> Published:
@@ -44,28 +42,23 @@ def publish(source: Path, folder: Path) -> Published:
         raise UserError(f"{folder} lies in {source}, whose report would count its runs twice; name another")
     if folder.exists():
         raise UserError(f"{folder} exists already; name a new folder")
-    damaged: list[Notice] = []
-    study = StudyFolder(source) if (source / "study.toml").is_file() else None
-    records = study.records(damaged)[0] if study else list(find_records(source, damaged))
+    records, _, damaged = records_below(source)
     if not records:
-        why = f": {damaged[0]}" if damaged else ""
-        raise UserError(f"{source} holds no run that has ended{why}")
-    beside = folder.with_name(f".{folder.name}.part")
+        raise no_runs(source, damaged)
     try:
-        shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
-        beside.mkdir(parents=True)
-        _write(source, study, records, beside)
-        size = sum(path.stat().st_size for path in beside.rglob("*") if path.is_file())
-        beside.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder_beside(folder) as beside:
+            _write(source, records, beside)
+            size = sum(path.stat().st_size for path in beside.rglob("*") if path.is_file())
+            beside.rename(folder)
         sync_folder(folder.parent)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return Published(folder, len(records), size, damaged)
+    return Published(len(records), size, damaged)
 
 
-def _write(source: Path, study: StudyFolder | None, records: list[Record], to: Path) -> None:
+def _write(source: Path, records: list[Record], to: Path) -> None:
+    study = StudyFolder(source).read() if (source / "study.toml").is_file() else None
     settings: dict[str, str] = {}  # a record's setting -> the same with paths cut
     keys = set()
     for record in records:
@@ -77,7 +70,7 @@ def _write(source: Path, study: StudyFolder | None, records: list[Record], to: P
         cut = read_record(folder)
         assert cut is not None
         if study is not None:
-            cut = cut.seen_by(study.read().differs_in)
+            cut = cut.seen_by(study.differs_in)
         settings[record.identity.setting] = cut.identity.setting
         keys.add((cut.identity.key, cut.method))
     if len(keys) < len({(record.identity.key, record.method) for record in records}):
@@ -86,7 +79,7 @@ def _write(source: Path, study: StudyFolder | None, records: list[Record], to: P
             "no folders; give the models different names, or publish the runs separately"
         )
     if study is not None:
-        values = _cut(study.read().to_dict())
+        values = _cut(study.to_dict())
         if "per_task" in values:
             values["per_task"] = {task: _cut(more) for task, more in values["per_task"].items()}
         write_text(to / "study.toml", to_toml(values))
@@ -153,14 +146,8 @@ def _without(value: Any, paths: Iterable[str]) -> Any:
 def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All evaluations, and at most CURVE of the training lines with the keys that a curve needs."""
     training = [place for place, entry in enumerate(entries) if entry.get("kind") == "train"]
-    step = -(-len(training) // CURVE) or 1
-    kept = {*training[::-1][::step]}
-    lines = []
-    for place, entry in enumerate(entries):
-        if entry.get("kind") != "train":
-            lines.append(entry)
-        elif place in kept:
-            values = {key: entry[key] for key in CURVE_KEYS if key in entry}
-            rounded = {key: float(f"{v:.6g}") if isinstance(v, float) else v for key, v in values.items()}
-            lines.append(rounded)
-    return lines
+    kept = {*training[::-1][:: -(-len(training) // CURVE) or 1]}
+    for place in kept:
+        values = {key: entries[place][key] for key in CURVE_KEYS if key in entries[place]}
+        entries[place] = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+    return [entry for place, entry in enumerate(entries) if entry.get("kind") != "train" or place in kept]

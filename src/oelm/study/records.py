@@ -19,7 +19,7 @@ from oelm.config import RunConfig
 from oelm.errors import OUTCOMES, UserError
 from oelm.method import Method
 from oelm.study.matrix import Cell
-from oelm.study.record_checks import environment_problem, is_measure, is_number, results_problem
+from oelm.study.record_checks import ENVIRONMENT, is_number, results_problem, type_problem
 from oelm.system.files import read_file, read_json, read_object
 from oelm.system.messages import Notice, notice, read_notice
 from oelm.training.folder import read_config
@@ -98,17 +98,25 @@ class Record:
             "device": self.environment.get("gpu") or self.environment.get("device"),
             "precision": self.results.get("precision"),
         }
-        return known | self.results.get("arithmetic", {})
+        return known | (self.results.get("arithmetic") or {})
+
+    @property
+    def made_with(self) -> dict[str, str]:
+        """Versions, hardware and precision, as far as they were recorded."""
+        environment = self.environment
+        values = {name: environment.get(name) for name in ("oelm", "commit", "numerics", "python")}
+        values |= (environment.get("packages") or {}) | {"platform": environment.get("platform")}
+        values["hardware"] = environment.get("gpu") or environment.get("cpu")
+        values["precision"] = self.results.get("precision")
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run changed from the fast to the plain path and was completed: it pairs with no other.
-        (A run that diverged on both paths has a result.)"""
+        """Whether the run was completed by the plain path after the fast one failed, and has no pair."""
         return self.completed and self.arithmetic.get("plain_from") is not None
 
     def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
-        """The record with its identity in a study whose arms differ in these keys, some of which may have
-        been added after the run."""
+        """The record with its identity in a study whose arms, perhaps added later, differ in these keys."""
         if differs_in == self.config.arm.differs_in:
             return self
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
@@ -146,7 +154,10 @@ class Record:
 
     @property
     def failure_kind(self) -> str | None:
-        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail."""
+        """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail.
+        A run that was completed with a metric that is not finite diverged."""
+        if self.completed:
+            return "diverged" if self.score is None else None
         if self.results.get("status") != "failed":
             return None
         failure = self.results.get("failure")
@@ -159,7 +170,14 @@ class Record:
     @property
     def reason(self) -> Notice | None:
         """Why the run was interrupted or failed."""
+        if self.completed:
+            return notice("run.metric_not_finite", metric=self.metric) if self.score is None else None
         return read_notice(found) if (found := self.results.get("reason")) else None
+
+    @property
+    def failed_by_method(self) -> bool:
+        """Whether the method is the cause of its failure, or may be (old records do not say), not a fault."""
+        return self.failure_kind in (*OUTCOMES, "unknown")
 
     @property
     def evaluated(self) -> bool:
@@ -176,6 +194,11 @@ class Record:
     def test(self) -> float | None:
         return self._score(self.results.get("test"))
 
+    @property
+    def score(self) -> float | None:
+        """What the run was made for: the score of a trial on validation, of a measured run on test."""
+        return self.validation if self.choosing else self.test
+
     def _score(self, measured: dict[str, Any] | None) -> float | None:
         """The metric of an evaluation; None if it is not finite, as a perplexity may be."""
         if not self.completed or not measured or not math.isfinite(measured["metrics"][self.metric]):
@@ -184,8 +207,16 @@ class Record:
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
-        """The evaluations during training: step, epoch, split, metrics."""
-        return [entry for entry in self.metric_lines(containing='"eval"') if self._is_evaluation(entry)]
+        """The evaluations during training that have a finite score: step, split, metrics."""
+        return [
+            entry
+            for entry in self.metric_lines(containing='"eval"')
+            if entry.get("kind") == "eval"
+            and isinstance(metrics := entry.get("metrics"), dict)
+            and is_number(metrics.get(self.metric))
+            and is_number(entry.get("step"))
+            and isinstance(entry.get("split"), str)
+        ]
 
     def metric_lines(self, containing: str = "") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl (with this text); lines that a crash cut short are left out."""
@@ -199,17 +230,6 @@ class Record:
                 with contextlib.suppress(ValueError, RecursionError):
                     entries.append(json.loads(line))
         return [entry for entry in entries if isinstance(entry, dict)]
-
-    def _is_evaluation(self, entry: dict[str, Any]) -> bool:
-        metrics = entry.get("metrics")
-        return (
-            entry.get("kind") == "eval"
-            and isinstance(metrics, dict)
-            and is_measure(metrics.get(self.metric))
-            and all(is_number(entry.get(name, 0)) for name in ("step", "epoch"))
-            and "step" in entry
-            and isinstance(entry.get("split", ""), str)
-        )
 
     @cached_property
     def step_time(self) -> float | None:
@@ -233,34 +253,33 @@ class Record:
 
     def predictions(self) -> dict[str, np.ndarray] | None:
         """What was recorded of every test item; None if that is missing or damaged."""
-        arrays = read_predictions(self.folder)
-        return arrays if arrays is not None and self._is_usable(arrays) else None
-
-    def _is_usable(self, arrays: dict[str, np.ndarray]) -> bool:
-        used = [name for name in ("ids", "groups", "labels", "predictions", self.metric) if name in arrays]
-        if "ids" not in used or ("predictions" in used) != ("labels" in used):
-            return False
-        if any(arrays[name].ndim < 1 or arrays[name].dtype.kind not in "biuf" for name in used):
-            return False
-        if arrays["ids"].ndim != 1 or len({len(arrays[name]) for name in used}) > 1:
-            return False
-        return all(bool(np.isfinite(arrays[name]).all()) for name in used)
+        arrays = read_predictions(self.folder) or {}
+        names = ("ids", "groups", "labels", "predictions", self.metric)
+        used = {name: arrays[name] for name in names if name in arrays}
+        usable = (
+            "ids" in used
+            and ("predictions" in used) == ("labels" in used)
+            and all(array.ndim > 0 and array.dtype.kind in "biuf" for array in used.values())
+            and used["ids"].ndim == 1
+            and len({len(array) for array in used.values()}) == 1
+            and all(np.isfinite(array).all() for array in used.values())
+        )
+        return arrays if usable else None
 
 
 def read_record(folder: Path, follow: bool = True) -> Record | None:
     """The record in a folder; None if the run has not ended. UserError if the record cannot be used.
-
-    `follow=False`, for records that someone else made: regular files only, no links.
-    """
+    `follow=False`, for records that someone else made: regular files only, no links."""
     if not (folder / "results.json").exists() or not (folder / "environment.json").exists():
         return None
     config = read_config(folder, follow)
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
-    if problem := results_problem(results, config.training.test):
-        raise UserError(notice("file.not_a_record", path=folder / "results.json", problem=problem))
-    if problem := environment_problem(environment):
-        raise UserError(notice("file.not_a_record", path=folder / "environment.json", problem=problem))
+    problems = {"results.json": results_problem(results, config.training.test)}
+    problems["environment.json"] = type_problem(environment, ENVIRONMENT)
+    for name, problem in problems.items():
+        if problem is not None:
+            raise UserError(notice("file.not_a_record", path=folder / name, problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
 
 
@@ -275,34 +294,28 @@ def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[s
 
 def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool = True) -> Iterator[Record]:
     """The records of all runs below a folder that have ended, sorted by folder.
-
     A record that cannot be read is skipped and its problem added to `damaged`; without that list it raises.
-    Links to folders are never followed, with `follow=False` no links to files either.
-    """
+    Links to folders are never followed, with `follow=False` no links to files either."""
     for path in sorted(Path(at, "results.json") for at, _, names in os.walk(root) if "results.json" in names):
         folder = path.parent
         hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)  # half copied
         if hidden or not (folder / "config.toml").exists():
             continue
         try:
-            record = read_record(folder, follow)
+            if (record := read_record(folder, follow)) is not None:
+                yield record
         except UserError as error:
             if damaged is None:
                 raise
             damaged.append(error.notice)
-            continue
-        if record is not None:
-            yield record
 
 
-def mean_result(records: Iterable[Record], name: str) -> float | None:
-    """The mean of a number of results.json; None if no record has it."""
-    values = [value for record in records if (value := record.results.get(name)) is not None]
-    return fmean(values) if values else None
-
-
-def mean_metric(records: Iterable[Record], part: str, name: str) -> float | None:
-    """The mean of a metric of the "test" or "best" evaluation; None if no record has it."""
-    metrics = [(record.results.get(part) or {}).get("metrics") or {} for record in records]
-    values = [value for entry in metrics if (value := entry.get(name)) is not None]
+def mean_of(records: Iterable[Record], *keys: str) -> float | None:
+    """The mean of a number of results.json, given by its keys from outside in; None if no record has it."""
+    values = []
+    for record in records:
+        value: Any = record.results
+        for key in keys:
+            value = (value or {}).get(key)
+        values += [] if value is None else [value]
     return fmean(values) if values else None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from oelm.errors import OUTCOMES
 from oelm.study import statistics
 from oelm.study.design import Study
 from oelm.study.items import ItemDifference, McNemarSeeds
@@ -19,23 +18,6 @@ LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A run without a score, and why."""
-
-    method: str
-    lr: float
-    seed: int
-    status: str
-    reason: Notice | None
-    kind: str | None  # of failure, see `oelm.errors`; None if it was interrupted
-
-    @property
-    def of_method(self) -> bool:
-        """Whether the method is the cause, or may be (old records do not say), and not a fault."""
-        return self.kind in OUTCOMES or self.kind == "unknown"
-
-
-@dataclass(frozen=True)
 class ArmResult:
     """One arm in one setting: its measured runs, and the trials its learning rate was chosen from."""
 
@@ -44,7 +26,7 @@ class ArmResult:
     chosen: bool  # whether `lr` was chosen on validation, from a grid all methods share
     records: tuple[Record, ...]  # of the measured runs, in the order of the seeds
     trials: tuple[Record, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[Record, ...]  # runs without a score
     lr_scores: dict[float, float | None]  # learning rate -> mean validation score; None: a trial failed
     unevaluated: tuple[Cell, ...] = ()  # trials of the grid without a result: missing, or ended by a fault
 
@@ -74,8 +56,9 @@ class ArmResult:
 
     def area(self) -> float | None:
         """The mean area under the measured runs' learning curves, on the metric's scale."""
-        curves = [[(p["step"], p["metrics"][r.metric]) for p in r.curve] for r in self.records]
-        areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in curves if len(curve) > 1]
+        curves = [{point["step"]: point["metrics"][r.metric] for point in r.curve} for r in self.records]
+        sorted_curves = [sorted(curve.items()) for curve in curves if len(curve) > 1]
+        areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in sorted_curves]
         return fmean(areas) if areas else None
 
     def robustness(self, larger_is_better: bool, tolerance: float) -> statistics.Robustness | None:

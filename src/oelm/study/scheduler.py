@@ -98,7 +98,11 @@ class Scheduler:
         running = {run.folder for run in progress.running}
         progress.matrices, progress.waiting, progress.done = [], [], 0
         for setting in progress.settings:
-            matrix = self._read_matrix(setting)
+            while True:  # every result on disk may ask for further runs
+                matrix = setting.matrix()
+                unknown = [cell for cell in matrix.needed if cell not in setting.scores]
+                if not [cell for cell in unknown if self.read_result(setting, cell)]:
+                    break
             progress.matrices.append(matrix)
             for cell in matrix.needed:
                 folder = setting.folder(self.root, cell)
@@ -107,14 +111,6 @@ class Scheduler:
                 elif folder not in running:
                     progress.waiting.append(DueRun(setting, cell, folder))
         return bool(progress.waiting or progress.running)
-
-    def _read_matrix(self, setting: Setting) -> Matrix:
-        """The matrix after reading every result on disk: each may ask for further runs."""
-        while True:
-            matrix = setting.matrix()
-            unknown = [cell for cell in matrix.needed if cell not in setting.scores]
-            if not [cell for cell in unknown if self.read_result(setting, cell)]:
-                return matrix
 
     def read_result(self, setting: Setting, cell: Cell) -> bool:
         """Take a run's result from its folder; False if there is none that counts."""
@@ -218,6 +214,6 @@ def _result_line(run: DueRun) -> str:
     if not record.completed:
         advice = record.results.get("advice")
         return f"{run.name} FAILED: {record.reason}" + (f"; {read_notice(advice)}" if advice else "")
-    measured = record.results["test"] or record.results["best"]
+    measured = record.results.get("test") or record.results["best"]
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"

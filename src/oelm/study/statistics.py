@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from oelm.errors import UserError
 
@@ -29,15 +30,9 @@ LARGER_LR = 3.0  # what is lost at this multiple of the best learning rate
 def finite(name: str, values: Any, dimensions: Sequence[int] = (1,)) -> Array:
     """The values in float64; UserError if there are none, or if one is missing or not a finite number."""
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim not in dimensions:
-        raise UserError(f"{name}: an array shaped {array.shape} was given where a plain list is needed")
-    if not array.size:
-        raise UserError(f"{name}: there are no values; at least one is needed")
     bad = array.size - np.count_nonzero(np.isfinite(array))
-    if bad:
-        raise UserError(
-            f"{name}: {bad} of {array.size} values are not finite; leave failed runs out, and say so"
-        )
+    if array.ndim not in dimensions or not array.size or bad:
+        raise UserError(f"{name}: {bad} of {array.size} values are not finite (shape {array.shape})")
     return array
 
 
@@ -53,8 +48,6 @@ def widened(n: int, groups: int = 1) -> float:
     n = 5 in each of 5 groups 91 %. This level makes it as wide as a t interval for normal values
     (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
     """
-    from scipy import stats
-
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, groups * (n - 1))
     return float(1 - 2 * stats.norm.sf(math.sqrt(n / (n - 1)) * quantile))
 
@@ -81,16 +74,14 @@ class Paired(Interval):
 
 def interval(values: Any) -> Interval:
     """The mean of one arm over its seeds with its t interval."""
-    from scipy import stats
-
     ordered = np.sort(finite("values", values))
     n, mean = len(ordered), math.fsum(ordered) / len(ordered)
     if n == 1:
         return Interval(n, mean, None, None, None)
     if constant(ordered):
         return Interval(n, mean, 0.0, None, None)
-    low, high = stats.ttest_1samp(ordered, 0.0).confidence_interval(CONFIDENCE)
-    return Interval(n, mean, float(ordered.std(ddof=1)), float(low), float(high))
+    low, high, _ = _by_t(ordered)
+    return Interval(n, mean, float(ordered.std(ddof=1)), low, high)
 
 
 def paired(differences: Any) -> Paired:
@@ -121,16 +112,12 @@ def paired(differences: Any) -> Paired:
 
 
 def _by_t(differences: Array) -> tuple[float, float, float]:
-    from scipy import stats
-
     result = stats.ttest_1samp(differences, 0.0)
     low, high = result.confidence_interval(CONFIDENCE)
     return float(low), float(high), float(result.pvalue)
 
 
 def _by_resampling(differences: Array) -> tuple[float, float, float]:
-    from scipy import stats
-
     # `random_state`, and not its newer name `rng`, is known to every scipy this package allows.
     low, high = stats.bootstrap(
         (differences,), np.mean, n_resamples=RESAMPLES, confidence_level=widened(len(differences)),
@@ -158,13 +145,7 @@ class Equivalence:
 
 def equivalence(differences: Any, margin: float) -> Equivalence:
     """Two one-sided paired t tests at 5 %: equivalent if and only if the 90 % interval is inside the margin.
-
-    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent.
-    """
-    from scipy import stats
-
-    if not (margin > 0 and math.isfinite(margin)):
-        raise UserError(f"margin {margin}: state the largest difference that does not matter, above 0")
+    One pair, or differences that are all the same (even 0), cannot be tested: `p` is None, not equivalent."""
     ordered = np.sort(finite("differences", differences))
     n, mean = len(ordered), math.fsum(ordered) / len(ordered)
     if constant(ordered):
@@ -177,13 +158,9 @@ def equivalence(differences: Any, margin: float) -> Equivalence:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm-adjusted p values of one family, in the order given.
-
-    None, a comparison that could not be tested, stays None and is not counted; pass 1 to count it.
-    """
+    """Holm-adjusted p values of one family, in the order given. None, a comparison that could not be tested,
+    stays None and is not counted; pass 1 to count it."""
     tested = [p for p in p_values if p is not None]
-    if not all(0 <= p <= 1 for p in tested):
-        raise UserError(f"p values must lie between 0 and 1, but these were given: {list(p_values)}")
     # statsmodels has this too, but collects garbage at each call: half a second with torch loaded.
     order = np.argsort(tested)
     steps = np.sort(tested) * np.arange(len(tested), 0, -1)
@@ -204,13 +181,9 @@ class Estimate:
 
 def interquartile_mean(tasks: Sequence[Any], resamples: int = 2000) -> Estimate:
     """The mean of the middle half of all runs of all tasks (Agarwal et al. 2021); one row of runs per task.
-
     Scores must be on one scale. The interval is a percentile bootstrap that draws runs within each task,
-    `widened` for few runs.
-    """
-    from scipy import stats
-
-    rows = _rows("scores", tasks)
+    `widened` for few runs."""
+    rows = [finite("scores", row) for row in tasks]
     rng = np.random.default_rng(SEED)
     drawn = [row[rng.integers(len(row), size=(resamples, len(row)))] for row in rows]
     value = stats.trim_mean(np.concatenate(rows), 0.25)
@@ -226,25 +199,16 @@ def probability_of_improvement(
     One row of runs per task; the numbers of runs may differ. The interval, `widened` for few runs, draws
     runs within each task, those of X apart from those of Y (as Agarwal et al. 2021 do).
     """
-    all_x, all_y = _rows("scores of X", scores_x), _rows("scores of Y", scores_y)
-    if len(all_x) != len(all_y):
-        raise UserError(f"X has {len(all_x)} tasks and Y {len(all_y)}; the same tasks are needed")
+    tasks = [(finite("scores", x), finite("scores", y)) for x, y in zip(scores_x, scores_y, strict=True)]
     rng = np.random.default_rng(SEED)
     values, drawn = [], []
-    for x, y in zip(all_x, all_y, strict=True):
+    for x, y in tasks:
         wins = (x[:, None] > y) + 0.5 * (x[:, None] == y)
         pick_x = rng.integers(len(x), size=(resamples, len(x), 1))
         pick_y = rng.integers(len(y), size=(resamples, 1, len(y)))
         values.append(wins.mean())
         drawn.append(wins[pick_x, pick_y].mean(axis=(1, 2)))
-    sizes = [min(len(x), len(y)) for x, y in zip(all_x, all_y, strict=True)]
-    return _estimate(np.mean(values), np.mean(drawn, axis=0), sizes)
-
-
-def _rows(name: str, tasks: Sequence[Any]) -> list[Array]:
-    if not len(tasks):
-        raise UserError(f"{name}: there are no tasks; at least one is needed")
-    return [finite(f"{name}, task {number}", row) for number, row in enumerate(tasks)]
+    return _estimate(np.mean(values), np.mean(drawn, axis=0), [min(len(x), len(y)) for x, y in tasks])
 
 
 def _estimate(value: Any, bootstrapped: Array, sizes: Sequence[int]) -> Estimate:
@@ -257,10 +221,8 @@ def _estimate(value: Any, bootstrapped: Array, sizes: Sequence[int]) -> Estimate
 
 
 def expected_best(validation_scores: Any, larger_is_better: bool = True) -> Array:
-    """The expected best validation score after 1, 2, ..., n trials.
-
-    Trials are drawn with replacement from the n that were made (Dodge et al. 2019).
-    """
+    """The expected best validation score after 1, 2, ..., n trials, drawn with replacement from the n that
+    were made (Dodge et al. 2019)."""
     scores = np.sort(finite("validation scores", validation_scores))
     if not larger_is_better:
         scores = scores[::-1]
@@ -272,8 +234,6 @@ def expected_best(validation_scores: Any, larger_is_better: bool = True) -> Arra
 def area_under_curve(steps: Any, values: Any) -> float:
     """The mean height of a learning curve: its area by trapezoids over the range of its steps."""
     x, y = finite("steps", steps), finite("values", values)
-    if x.shape != y.shape or len(x) < 2 or (np.diff(x) <= 0).any():
-        raise UserError("a learning curve needs two points or more, and a value for each of its rising steps")
     return float(np.trapezoid(y, x) / (x[-1] - x[0]))
 
 
@@ -298,7 +258,7 @@ def lr_robustness(
     larger_is_better: bool = True,
     tolerance: float = 0.01,
 ) -> Robustness:
-    """How much the learning rate matters, from the mean validation score of each one of a grid.
+    """How much the learning rate matters, from the mean validation score of each one of a rising grid.
 
     `low` to `high` are the grid points around the best (of equals, the smallest) without a gap whose scores
     are within `tolerance` of it, on the metric's scale. `lost` is how much worse 3 times the best learning
@@ -306,14 +266,8 @@ def lr_robustness(
     None: it ends the range, and nothing is interpolated from it.
     """
     grid = finite("learning rates", lrs)
-    if len(scores) != len(grid) or grid.min() <= 0 or len(np.unique(grid)) < len(grid):
-        raise UserError(f"learning rates must be positive, distinct and have one score each: {lrs}, {scores}")
-    order = np.argsort(grid)
-    grid = grid[order]
-    given = [scores[place] for place in order]
-    finite("scores", [score for score in given if score is not None])
     better = 1.0 if larger_is_better else -1.0
-    good = np.array([-math.inf if score is None else better * score for score in given])
+    good = np.array([-math.inf if score is None else better * score for score in scores])
     best = int(good.argmax())
     near = good >= good[best] - tolerance - ROUNDING
     first = last = best

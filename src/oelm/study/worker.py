@@ -35,10 +35,7 @@ LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to let go of a run's fo
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Train one run to its end: its status and, where it failed, the kind of failure and the reason.
-
-    What it leaves is records and, where it was tested, a model.
-    """
+    """Train one run to its end: its status and, where it failed, the kind of failure and the reason."""
     try:
         if job["processes"] > 1 and "WORLD_SIZE" not in os.environ:
             _launch(job)

@@ -21,7 +21,6 @@ from oelm.system.plugins import load_installed
 
 Array = np.ndarray
 FILE = "predictions.npz"
-WITH_GROUPS = 3  # the first version of records whose items have groups
 SHARED = ("ids", "groups", "labels", "tokens", "tags", "entities")  # the same in all runs of a task
 OWN = ("predictions", "scores", "exact_match", "f1", "right", "entities_predicted", "entities_right")
 DIGEST, WRONG = "shared", "wrong"  # entries of the published form only

@@ -3,19 +3,17 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from oelm.config import RunConfig
-    from oelm.study.design import StudyConfig
-    from oelm.system.messages import Notice
+from oelm.config import RunConfig
+from oelm.study.design import StudyConfig
+from oelm.system.messages import Notice
 
 
 @dataclass(frozen=True)
 class RunJob:
     """One run to train: its config, the folder of its prepared dataset, and the folder for its record."""
 
-    config: "RunConfig"
+    config: RunConfig
     dataset: Path
     folder: Path
 
@@ -30,7 +28,7 @@ class EndedRun:
 
     folder: Path
     kind: str | None = None
-    reason: "Notice | None" = None
+    reason: Notice | None = None
     log: Path | None = None
     crowded: bool = False
 
@@ -39,7 +37,7 @@ class Launcher(ABC):
     """Trains runs somewhere. Results are read from the runs' folders, never passed back by a launcher."""
 
     @abstractmethod
-    def __init__(self, table: "StudyConfig", memory_bytes: float, logs: Path) -> None: ...
+    def __init__(self, table: StudyConfig, memory_bytes: float, logs: Path) -> None: ...
 
     @property
     @abstractmethod

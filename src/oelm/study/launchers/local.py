@@ -10,14 +10,12 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oelm.errors import OUTCOMES, UserError
+from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
 from oelm.system.messages import Notice, notice, read_notice
-
-if TYPE_CHECKING:
-    from oelm.study.design import StudyConfig
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
 MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
@@ -31,7 +29,7 @@ class Slot:
     processes: int = 1
 
 
-def slots_for(table: "StudyConfig", memory_bytes: float) -> list[Slot]:
+def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     """Places for runs that need this much memory each: on every GPU, or on the CPU's cores."""
     import psutil
     import torch
@@ -62,7 +60,7 @@ def slots_for(table: "StudyConfig", memory_bytes: float) -> list[Slot]:
 class WorkerProcess:
     """One worker process, and the run it trains (None while it waits for one)."""
 
-    def __init__(self, slot: Slot, log: Path, answers: "queue.Queue[Any]") -> None:
+    def __init__(self, slot: Slot, log: Path, answers: queue.Queue[Any]) -> None:
         self.slot, self.log = slot, log
         self.job: RunJob | None = None
         with log.open("a") as file:
@@ -74,7 +72,7 @@ class WorkerProcess:
             )  # fmt: skip
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
 
-    def _listen(self, answers: "queue.Queue[Any]") -> None:
+    def _listen(self, answers: queue.Queue[Any]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             answers.put((self, json.loads(line)))
@@ -83,12 +81,8 @@ class WorkerProcess:
     def train(self, job: RunJob) -> None:
         assert self.process.stdin is not None
         self.job = job
-        values = {
-            "config": job.config.to_dict(),
-            "store": str(job.dataset),
-            "out": str(job.folder),
-            "processes": self.slot.processes,
-        }
+        values = {"config": job.config.to_dict(), "processes": self.slot.processes}
+        values |= {"store": str(job.dataset), "out": str(job.folder)}
         with contextlib.suppress(BrokenPipeError):  # it has died: its listener says so
             self.process.stdin.write(json.dumps(values) + "\n")
             self.process.stdin.flush()
@@ -103,7 +97,7 @@ class WorkerProcess:
 class LocalLauncher(Launcher):
     """Worker processes on this machine, at most one for each slot."""
 
-    def __init__(self, table: "StudyConfig", memory_bytes: float, logs: Path) -> None:
+    def __init__(self, table: StudyConfig, memory_bytes: float, logs: Path) -> None:
         self.slots, self.logs = slots_for(table, memory_bytes), logs
         self.workers: list[WorkerProcess] = []
         self.answers: queue.Queue[Any] = queue.Queue()  # (worker, what it says of its run; None: it died)
@@ -146,15 +140,12 @@ class LocalLauncher(Launcher):
         # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
         self.workers.remove(worker)
         worker.close()
-        crowded = self._is_crowded(worker, kind)
+        # The memory that was not enough may be shared with other runs.
+        others = [w.slot for w in self.workers if w.job is not None]
+        crowded = (kind == "memory" and bool(others)) or (kind == "gpu_memory" and worker.slot in others)
         if crowded:
             self.slots.remove(worker.slot)
         return EndedRun(job.folder, kind, reason, worker.log, crowded)
-
-    def _is_crowded(self, worker: WorkerProcess, kind: str) -> bool:
-        """Whether the memory that was not enough is shared with other runs."""
-        others = [w.slot for w in self.workers if w.job is not None]
-        return (kind == "memory" and bool(others)) or (kind == "gpu_memory" and worker.slot in others)
 
     def stop(self) -> None:
         for worker in self.workers:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
-from oelm.study.report.plain import as_plain
-from oelm.study.report.summary import summary
+from oelm.study.report.build import build
+from oelm.study.report.document import to_html, to_markdown
+from oelm.study.report.summary import as_plain, summary
+from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis
 from oelm.system.files import write_text
 from oelm.system.terminal import plain
@@ -24,15 +26,8 @@ class Written:
 
 
 def write_report(folder: Path, lang: str = "en") -> Written:
-    """Report on a study, or on any folder with runs below: report.md and report.html in that folder.
-
-    In Chinese (`lang="zh"`) they are report.zh.md and report.zh.html.
-    """
-    from oelm.study.report.build import build
-    from oelm.study.report.render import to_html, to_markdown
-    from oelm.study.report.view import View
-    from oelm.study.report.words import Words
-
+    """Report on a study, or on any folder with runs below: report.md and report.html in that folder, in
+    Chinese (`lang="zh"`) report.zh.md and report.zh.html."""
     words = Words(lang)
     analysis = analyse(folder)
     stem = "report" if lang == "en" else f"report.{lang}"

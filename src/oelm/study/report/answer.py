@@ -75,10 +75,11 @@ def reasons(view: View, *comparisons: Comparison) -> str:
 def problems(view: View, *comparisons: Comparison) -> list[Notice]:
     """Why no conclusion may be drawn from these comparisons."""
     several = len({c.group.setting for c in comparisons}) > 1
-    arms = {}
-    for c in comparisons:
-        for arm in (c.reference_arm, c.arm):
-            arms[f"{view.label(c.group)}, {arm.method}" if several else arm.method] = arm
+    arms = {
+        f"{view.label(c.group)}, {arm.method}" if several else arm.method: arm
+        for c in comparisons
+        for arm in (c.reference_arm, c.arm)
+    }
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
     return explain_problems(codes, arms, min(len(c.seeds) for c in comparisons))
 
@@ -90,32 +91,28 @@ def _difference(view: View, comparison: Comparison) -> str:
     return view.with_detail(text, "" if comparison.group.larger_is_better else view.words("answer.sense"))
 
 
+def _verdicts(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    by_verdict = {verdict: [c for c in comparisons if c.verdict == verdict] for verdict in VERDICTS}
+    return {verdict: several for verdict, several in by_verdict.items() if several}
+
+
 def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
     """Many methods on one task."""
-    words, parts = view.words, []
-    for verdict in VERDICTS:
-        several = [c for c in comparisons if c.verdict == verdict]
-        if several:
-            names = words.items(f"{c.method} {_amount(view, [c])}".strip() for c in several)
-            parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
-    clauses = words(
-        "answer.against",
-        reference_arm=comparisons[0].group.reference_arm,
-        clauses=words("list.semicolon").join(parts),
-    )
-    return words("answer.on", task=view.label(comparisons[0].group), clauses=clauses)
+    words, group, parts = view.words, comparisons[0].group, []
+    for verdict, several in _verdicts(comparisons).items():
+        names = words.items(f"{c.method} {_amount(view, [c])}".strip() for c in several)
+        parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
+    clauses = words("list.semicolon").join(parts)
+    clauses = words("answer.against", reference_arm=group.reference_arm, clauses=clauses)
+    return words("answer.on", task=view.label(group), clauses=clauses)
 
 
 def _by_method(view: View, comparisons: Sequence[Comparison]) -> str:
     """Several tasks: how often each method came out better, worse, equivalent or neither."""
     words, clauses = view.words, []
     for method in dict.fromkeys(c.method for c in comparisons):
-        of_method = [c for c in comparisons if c.method == method]
-        parts = []
-        for verdict in VERDICTS:
-            several = [c for c in of_method if c.verdict == verdict]
-            if several:
-                parts.append(_part(view, verdict, several, len(several) == len(of_method)))
+        verdicts = _verdicts([c for c in comparisons if c.method == method])
+        parts = [_part(view, verdict, several, len(verdicts) == 1) for verdict, several in verdicts.items()]
         clauses.append(words("answer.method", method=method, parts=words.items(parts)))
     names = {c.group.reference_arm for c in comparisons}
     return words(
@@ -136,7 +133,7 @@ def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: 
     details = [_amount(view, several)] if verdict in ("better", "worse") else []
     if any(c.negligible for c in several):
         details.append(words("verdict.negligible"))
-    return view.with_detail(text, words.items(detail for detail in details if detail))
+    return view.with_detail(text, words.items(filter(None, details)))
 
 
 def _amount(view: View, several: Sequence[Comparison]) -> str:
@@ -178,7 +175,7 @@ def _trivial(view: View, group: Group) -> str:
     best = (max if group.larger_is_better else min)(scores, key=lambda name: scores[name])
     behind = [arm.method for arm in arms if best in group.behind(arm)]
     key = "behind_all" if not behind else "ahead_all" if len(behind) == len(arms) else "ahead_some"
-    value = view.quantity(group, scores[best])
+    value = view.value(group, scores[best]) + (" %" if group.kind == "share" else "")
     if group.metric == "perplexity":
         bits = numbers.fixed(group.trivial_baselines[best].get("bits_per_byte"), 3)
         value = view.words("answer.perplexity", value=value, bits=bits)

@@ -1,25 +1,24 @@
 """From an analysis to a document: the sections and their content."""
 
+import shlex
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from oelm.claims.verdicts import Verdict, judge
+from oelm.config import to_toml
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
-from oelm.study.report.document import Block, Bullets, Document, Entry, Paragraph, Section, Table
-from oelm.study.report.notices import Listed, alert, notices
-from oelm.study.report.repeat import repeat
+from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table
+from oelm.study.report.notices import Listed, notices
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
-from oelm.study.statistics import BOOTSTRAP
-
-CLAIM_TONES = {"supported": "good", "refuted": "bad", "not decided": "quiet"}
 
 
 def build(view: View, folder: str) -> Document:
     """The whole report; sections without content are left out."""
     words, analysis = view.words, view.analysis
     warned = notices(view)
-    sections = {
+    sections: dict[str, list[Block]] = {
         "results": _results(view),
         "learning_rates": _learning_rates(view),
         "certainty": _certainty(view),
@@ -28,22 +27,19 @@ def build(view: View, folder: str) -> Document:
         "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
         "raw": _raw(view),
         "warnings": _warnings(view, warned),
-        "repeat": repeat(view, folder),
+        "repeat": _repeat(view, folder),
     }
-    subtitle = words(
-        "page.subtitle",
-        runs=len(analysis.records),
-        methods=words.items(view.colours),
-        tasks=words.items(dict.fromkeys(map(task_name, analysis.groups))),
-        models=words.items(dict.fromkeys(group.model for group in analysis.groups)),
-    )
+    names = {
+        "methods": words.items(view.colours),
+        "tasks": words.items(dict.fromkeys(map(task_name, analysis.groups))),
+        "models": words.items(dict.fromkeys(group.model for group in analysis.groups)),
+    }
     return Document(
-        lang="zh-CN" if words.lang == "zh" else words.lang,
         title=words("page.title", title=analysis.title),
-        subtitle=subtitle,
+        subtitle=words("page.subtitle", runs=len(analysis.records), **names),
         answer=answer(view),
-        alert=alert(words, warned),
-        sections=[Section(key, words(f"section.{key}"), found) for key, found in sections.items() if found],
+        alert=words("page.alert", count=len(warned)) if warned else "",
+        sections={key: blocks for key, blocks in sections.items() if blocks},
     )
 
 
@@ -63,7 +59,7 @@ def _results(view: View) -> list[Block]:
 
 
 def _learning_rates(view: View) -> list[Block]:
-    drawn = _present(figures.learning_rates(view), figures.curves(view), figures.expected_best(view))
+    drawn = _present(figures.learning_rates(view), figures.curves(view))
     tried = any(group.tried_lrs for group in view.analysis.groups)
     note = "learning_rates_note" if tried else "area_note"
     return [*drawn, *_with_note(view, _per_group(view, tables.learning_rates), note)]
@@ -81,15 +77,11 @@ def _certainty(view: View) -> list[Block]:
     table = tables.certainty(view)
     if table is None:
         return []
-    words, comparisons = view.words, view.analysis.comparisons
-    notes = [words("section.certainty_note")]
-    if any(c.paired is not None and c.paired.interval == BOOTSTRAP for c in comparisons):
-        notes.append(words("section.two_intervals"))
-    blocks: list[Block] = [table, Paragraph(" ".join(notes), tone="note")]
-    if apart := [c for c in comparisons if c.disagreement]:
-        names = words.items(view.with_detail(c.method, view.label(c.group)) for c in apart)
-        blocks.insert(1, Paragraph(words("section.disagree", names=names)))
-    return blocks
+    blocks: list[Block] = [table]
+    if apart := [c for c in view.analysis.comparisons if c.disagreement]:
+        names = view.words.items(view.with_detail(c.method, view.label(c.group)) for c in apart)
+        blocks.append(Paragraph(view.words("section.disagree", names=names)))
+    return _with_note(view, blocks, "certainty_note")
 
 
 def _raw(view: View) -> list[Block]:
@@ -97,8 +89,6 @@ def _raw(view: View) -> list[Block]:
     if blocks:
         metrics = view.words.items(dict.fromkeys(view.metric(group) for group in view.analysis.groups))
         blocks.insert(0, Paragraph(view.words("section.raw_note", metrics=metrics), tone="note"))
-    if tried := _per_group(view, tables.trials):
-        blocks += [Paragraph(view.words("section.trials_note"), tone="note"), *tried]
     return blocks
 
 
@@ -115,16 +105,18 @@ def _warnings(view: View, warned: list[Listed]) -> list[Block]:
 def _claims(view: View) -> list[Block]:
     """The published claims that these records are about; the others in one line."""
     words, judged = view.words, judge(view.analysis)
-    blocks: list[Block] = [_claim(view, verdict) for verdict in judged if verdict.details]
+    blocks = [block for verdict in judged if verdict.details for block in _claim(view, verdict)]
     rest = [verdict.id for verdict in judged if not verdict.details]
     if blocks and rest:
         blocks.append(Paragraph(words("claim.rest", ids=words.items(rest)), tone="note"))
     return blocks
 
 
-def _claim(view: View, verdict: Verdict) -> Entry:
+def _claim(view: View, verdict: Verdict) -> list[Block]:
     words, zh = view.words, view.words.lang == "zh"
-    details = [verdict.reason_zh if zh else verdict.reason]
+    name = words.name("claim", verdict.verdict)
+    blocks: list[Block] = [Paragraph(words("claim.heading", id=verdict.id, verdict=name), tone="heading")]
+    blocks.append(Paragraph(verdict.claim_zh if zh else verdict.claim))
     if verdict.number is not None:
         measured = numbers.significant(verdict.number, 3)
         if verdict.interval is not None:
@@ -134,11 +126,45 @@ def _claim(view: View, verdict: Verdict) -> Entry:
             measured = view.with_detail(measured, words("claim.interval", interval=ends))
         if verdict.unit:
             measured = words("unit.amount", amount=measured, unit=words.name("unit", verdict.unit))
-        details.insert(0, words("claim.also", number=measured, n=verdict.n))
-    return Entry(
-        verdict.id,
-        words.name("claim", verdict.verdict),
-        CLAIM_TONES[verdict.verdict],
-        verdict.claim_zh if zh else verdict.claim,
-        details,
-    )
+        blocks.append(Paragraph(words("claim.also", number=measured, n=verdict.n), tone="note"))
+    return [*blocks, Paragraph(verdict.reason_zh if zh else verdict.reason, tone="note")]
+
+
+def _repeat(view: View, folder: str) -> list[Block]:
+    """Commands, configuration, versions, hardware, data; `folder` is the folder of the report."""
+    words, study = view.words, view.analysis.study
+    blocks: list[Block] = []
+    if study is not None:
+        commands = "oelm study study.toml --out again\noelm report again"
+        blocks += [
+            Paragraph(words("repeat.study")),
+            Code(commands),
+            Code(to_toml(study.to_dict()), "study.toml"),
+        ]
+    else:
+        blocks.append(Paragraph(words("repeat.runs")))
+        for group in view.analysis.groups:
+            if not (records := group.records):
+                continue
+            config = shlex.quote(str(records[0].folder / "config.toml"))
+            blocks.append(Code(f"oelm train --config {config} --out runs/again", view.label(group)))
+            blocks.append(Code(to_toml(records[0].config.to_dict()), "config.toml"))
+        blocks.append(Code(f"oelm report {shlex.quote(folder)}"))
+    blocks.append(_environment(view))
+    return blocks
+
+
+def _environment(view: View) -> Table:
+    """Versions, hardware and data; several values each with its number of runs."""
+    words = view.words
+    seen: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in view.analysis.records:
+        for key, value in record.made_with.items():
+            seen[words.name("repeat", key)][value] += 1
+        if data := record.environment.get("data"):
+            seen[words("repeat.data", task=record.task)][str(data)] += 1
+    rows = []
+    for name, counts in seen.items():
+        texts = [words("repeat.of_runs", value=text, count=count) for text, count in counts.most_common()]
+        rows.append([name, words.items(texts if len(counts) > 1 else counts)])
+    return make_table([words("repeat.what"), words("repeat.value")], rows, left=(0, 1))

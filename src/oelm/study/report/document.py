@@ -1,12 +1,19 @@
-"""A report as plain values: sections of paragraphs, tables, figures. Two templates render them.
+"""A report as plain values, and its forms: Markdown, and one HTML page that needs no network and no script.
 
 All text is raw: the templates escape it. `kind` tells a template what a block is.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
+
+from oelm.study.report.view import Words
+from oelm.system.version import __version__
 
 
 @dataclass(frozen=True)
@@ -57,18 +64,6 @@ def make_table(
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A claim that was judged: its name, the verdict, its text and the reasons."""
-
-    name: str
-    verdict: str
-    tone: str
-    text: str
-    details: list[str]
-    kind: str = "entry"
-
-
-@dataclass(frozen=True)
 class Code:
     text: str
     title: str = ""
@@ -77,52 +72,80 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: `inside` is its SVG without the outer tag. `title` and `description` are for readers who
-    cannot see it, `label` names its setting."""
+    """One drawing: `inside` is its SVG without the outer tag, `label` names its setting."""
 
     name: str
     box: str
     inside: Markup
     title: str
-    description: str
     label: str = ""
 
 
 @dataclass(frozen=True)
-class Legend:
-    """A method with the number of its colour, or (without one) another kind of mark."""
-
-    text: str
-    colour: int | None
-    mark: str
-
-
-@dataclass(frozen=True)
 class Figures:
-    """Drawings of one kind, one for each setting, and how to read them."""
+    """Drawings of one kind, one for each setting, how to read them, and the methods' colours."""
 
     title: str
     caption: str
     figures: list[Figure]
-    legend: list[Legend]
+    legend: dict[str, int]
     kind: str = "figures"
 
 
-Block = Paragraph | Bullets | Table | Entry | Code | Figures
-
-
-@dataclass(frozen=True)
-class Section:
-    id: str
-    title: str
-    blocks: list[Block]
+Block = Paragraph | Bullets | Table | Code | Figures
 
 
 @dataclass(frozen=True)
 class Document:
-    lang: str
     title: str
     subtitle: str
     answer: list[str]
     alert: str  # one line below the answer: how many warnings there are; "" without any
-    sections: list[Section]
+    sections: dict[str, list[Block]]
+
+
+def to_html(document: Document, words: Words) -> str:
+    return _environment(True).get_template("report.html.j2").render(document=document, words=words)
+
+
+def to_markdown(document: Document, words: Words, page: str) -> str:
+    """`page` is the name of the HTML page, which has the figures."""
+    template = _environment(False).get_template("report.md.j2")
+    text = template.render(document=document, words=words, page=page)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text)).strip() + "\n"
+
+
+@cache
+def _environment(html: bool) -> Environment:
+    environment = Environment(
+        loader=FunctionLoader(_source),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"md": escape_markdown, "fence": fence}
+    environment.globals |= {"version": __version__, "style": Markup(_source("style.css"))}
+    return environment
+
+
+def _source(name: str) -> str:
+    return (files("oelm.study.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def escape_markdown(text: str) -> str:
+    """Plain text that Markdown shows as it is, in a paragraph, a list or the cell of a table."""
+    text = " ".join(text.split())
+    # Markup first as entities, so that nothing a name contains can open a tag in any reader.
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", text)
+    # An underscore inside a word is only a letter; at its ends it would begin or end an emphasis.
+    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
+    return re.sub(r"^(#+|[-+]|\d+[.)])(?=\s|$)", lambda m: m[1][:-1] + "\\" + m[1][-1], text)
+
+
+def fence(text: str) -> str:
+    """A code block that its own content cannot close."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    marks = "`" * (longest + 1)
+    return f"{marks}\n{text.rstrip()}\n{marks}"

@@ -1,21 +1,48 @@
-"""The figures of a report. A method has the same colour and mark in all of them."""
+"""The figures of a report, as SVG with the fonts and colours of the page; a method looks the same in all."""
 
+import io
 import math
+import re
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+from markupsafe import Markup
+
 from oelm.study.report import numbers
-from oelm.study.report.document import Figures, Legend
-from oelm.study.report.drawing import BAND, FAINT, INK, LINE, PAGE, colour, draw, mark
+from oelm.study.report.document import Figure, Figures
 from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Comparison, Group
 
 MOST_FACETS = 6  # settings that are drawn; the tables have all of them
 MOST_ROWS = 30  # of a forest plot
 HEIGHT = 2.75
+WIDTH = 4.0  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
+
+# Placeholders that become the page's CSS variables, so that one drawing serves light and dark themes. The
+# fallbacks show if a figure is taken out of its page.
+INK, FAINT, LINE, PAGE, BAND = "#0d0d01", "#0d0d02", "#0d0d03", "#0d0d04", "#0d0d05"
+# Okabe and Ito's palette, for colour-blind readers.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_VARIABLES = {
+    INK: "currentColor", FAINT: "var(--faint, #667)", LINE: "var(--line, #ccd)", PAGE: "var(--page, #fff)",
+    BAND: "var(--band, #eef)",
+} | {f"#0d0e{place:02x}": f"var(--c{place}, {colour})" for place, colour in enumerate(PALETTE)}  # fmt: skip
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text, in the reader's fonts: Chinese too
+    "svg.hashsalt": "oelm",  # the same numbers give the same file
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "font.size": 9.5, "axes.titlesize": 9.5, "axes.labelsize": 9.5, "xtick.labelsize": 9,
+    "ytick.labelsize": 9, "text.color": INK, "axes.labelcolor": FAINT, "axes.titlecolor": FAINT,
+    "axes.edgecolor": LINE, "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": FAINT,
+    "ytick.labelcolor": FAINT, "grid.color": LINE, "grid.linewidth": 0.6, "lines.linewidth": 1.8,
+    "lines.markersize": 5.5, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+}  # fmt: skip
 
 
 def forest(view: View, kind: str) -> Figures | None:
@@ -32,70 +59,38 @@ def forest(view: View, kind: str) -> Figures | None:
         for place, comparison in enumerate(rows):
             _forest_row(view, axes, comparison, len(rows) - 1 - place)
         axes.set_ylim(-0.45, len(rows) - 0.1)
-        _set_limits(axes, rows, margin)
+        axes.margins(x=0.06)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
         axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel(words("figure.difference", unit=unit))
 
-    texts = [
-        f"{view.label(c.group)}, {c.method}: "
-        f"{numbers.signed(c.paired.mean, view.digits(c))} "
-        f"({view.span(c.paired.low, c.paired.high, view.digits(c))})"
-        for c in rows
-        if c.paired is not None
-    ]
     title = words("figure.forest")
-    figure = draw(
-        f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, words("list.semicolon").join(texts), left=0.15
-    )
-    return Figures(title, words("figure.forest_how", margin=f"{margin:g}", unit=unit), [figure], [])
+    figure = _draw(f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, left=0.15)
+    return Figures(title, words("figure.forest_how", margin=f"{margin:g}", unit=unit), [figure], {})
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
     paired, items = comparison.paired, comparison.items
     assert paired is not None
-    shade = colour(view.colours[comparison.method])
+    place = view.colours[comparison.method]
+    shade = _colour(place)
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
     if paired.low is not None:
         axes.plot([paired.low, paired.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
-    void = comparison.verdict == "void"
-    axes.plot(
-        paired.mean, y, mark(view.colours[comparison.method]), ms=8, color=shade,
-        markerfacecolor=PAGE if void else shade, markeredgewidth=1.8,
-    )  # fmt: skip
-    text = f"{_short(_row_name(view, comparison), 40)}: {view.verdict(comparison)}"
-    axes.text(
-        0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", ha="left", color=INK, size=9.5
-    )
-
-
-def _row_name(view: View, comparison: Comparison) -> str:
-    """A name that distinguishes a comparison from the others, the distinction first: long names are cut."""
-    task = view.label(comparison.group) if len(view.analysis.groups) > 1 else ""
-    methods = {c.method for c in view.analysis.comparisons}
-    if task and len(methods) == 1:
-        return task
-    name = f"{comparison.method} − {comparison.group.reference_arm}"
-    return f"{comparison.method}, {task}" if task else name
-
-
-def _set_limits(axes: Any, rows: Sequence[Comparison], margin: float) -> None:
-    """Make room for zero, the margin and every interval."""
-    ends = [-margin, margin]
-    for comparison in rows:
-        paired, items = comparison.paired, comparison.items
-        assert paired is not None
-        drawn = [paired.mean, paired.low, paired.high, *((items.low, items.high) if items else ())]
-        ends += [end for end in drawn if end is not None]
-    low, high = min(ends), max(ends)
-    axes.set_xlim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    filling = PAGE if comparison.verdict == "void" else shade
+    axes.plot(paired.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
+    # What distinguishes a comparison from the others comes first: long names are cut.
+    name, task = comparison.method, view.title(comparison.group)
+    if not task:
+        name = f"{name} − {comparison.group.reference_arm}"
+    else:
+        name = task if len({c.method for c in view.analysis.comparisons}) == 1 else f"{name}, {task}"
+    name = name if len(name) <= 40 else f"{name[:39]}…"
+    text = f"{name}: {view.verdict(comparison)}"
+    axes.text(0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", color=INK, size=9.5)
 
 
 def learning_rates(view: View) -> Figures | None:
@@ -104,31 +99,25 @@ def learning_rates(view: View) -> Figures | None:
     return _facets(view, "learning_rates", groups, _paint_learning_rates)
 
 
-def _paint_learning_rates(view: View, group: Group, axes: Any) -> str:
-    texts, lrs = [], group.tried_lrs
+def _paint_learning_rates(view: View, group: Group, axes: Any) -> None:
+    lrs = group.tried_lrs
     for arm in group.arms.values():
         known = {lr: score for lr, score in arm.lr_scores.items() if score is not None}
         if not known:
             continue
-        place = view.colours[arm.method]
-        scores = [_shown(group, score) for score in known.values()]
-        axes.plot(list(known), scores, **_line(view, group, arm))
+        shade = _colour(view.colours[arm.method])
+        axes.plot(list(known), [_shown(group, score) for score in known.values()], **_line(view, group, arm))
         for record in arm.trials:
             if record.validation is not None and len({r.seed for r in arm.trials}) > 1:
-                axes.plot(record.lr, _shown(group, record.validation), ".", color=colour(place), alpha=0.5)
+                axes.plot(record.lr, _shown(group, record.validation), ".", color=shade, alpha=0.5)
         if arm.chosen and arm.lr in known:
-            axes.plot(
-                arm.lr, _shown(group, known[arm.lr]), "o", ms=12, mfc="none", mec=colour(place), mew=1.3,
-                clip_on=False,
-            )  # fmt: skip
-        pairs = (f"{numbers.learning_rate(lr)} {view.value(group, score)}" for lr, score in known.items())
-        texts.append(f"{arm.method}: {', '.join(pairs)}")
+            ring = {"ms": 12, "mfc": "none", "mec": shade, "mew": 1.3, "clip_on": False}
+            axes.plot(arm.lr, _shown(group, known[arm.lr]), "o", **ring)
     axes.set_xscale("log")
     shown = lrs[:: math.ceil(len(lrs) / 6)]
     axes.set_xticks(shown, [numbers.learning_rate(lr) for lr in shown], minor=False)
     axes.set_xticks([], minor=True)
     axes.set_xlabel(view.words("figure.learning_rate"))
-    return "; ".join(texts)
 
 
 def curves(view: View) -> Figures | None:
@@ -141,65 +130,33 @@ def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     """Step -> the scores of all measured runs, for steps at which every run has one."""
     curve: dict[int, list[float]] = defaultdict(list)
     for point in [point for record in arm.records for point in record.curve]:
-        value = point["metrics"].get(group.metric)
-        if point["split"] == "validation" and value is not None and math.isfinite(value):
-            curve[point["step"]].append(value)
+        if point["split"] == "validation":
+            curve[point["step"]].append(point["metrics"][group.metric])
     return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.records)}
 
 
-def _paint_curves(view: View, group: Group, axes: Any) -> str:
-    texts, last = [], 0
+def _paint_curves(view: View, group: Group, axes: Any) -> None:
     for arm in group.arms.values():
         if not (curve := _curve(group, arm)):
             continue
-        steps, place = list(curve), view.colours[arm.method]
-        last = max(last, steps[-1])
+        steps, shade = list(curve), _colour(view.colours[arm.method])
         lows, means, highs = (
             [_shown(group, pick(values)) for values in curve.values()] for pick in (min, fmean, max)
         )
         many = len(steps) > 12
         axes.plot(steps, means, **_line(view, group, arm) | ({"marker": None} if many else {}))
         if len(steps) > 1:
-            axes.fill_between(steps, lows, highs, color=colour(place), alpha=0.18, lw=0)
+            axes.fill_between(steps, lows, highs, color=shade, alpha=0.18, lw=0)
         else:
-            axes.vlines(steps, lows, highs, color=colour(place), alpha=0.5)
-        ends = (view.value(group, fmean(curve[step])) for step in (steps[0], steps[-1]))
-        texts.append(f"{arm.method}: {' → '.join(ends)}")
-    for experiment, value in view.published(group):
-        method = experiment.config["method"]["name"]
-        if method in view.colours:
-            axes.plot(
-                last * 1.06, _shown(group, value), "*", ms=11, color=colour(view.colours[method]),
-                markerfacecolor=PAGE, markeredgewidth=1.4, clip_on=False,
-            )  # fmt: skip
-            texts.append(view.words("figure.published", id=experiment.id, value=view.value(group, value)))
+            axes.vlines(steps, lows, highs, color=shade, alpha=0.5)
     axes.set_xlabel(view.words("figure.step"))
     axes.locator_params(axis="x", nbins=5)
-    return "; ".join(texts)
-
-
-def expected_best(view: View) -> Figures | None:
-    """The expected best validation score after a number of trials."""
-    groups = [g for g in view.analysis.groups if any(len(a.trials) > 1 for a in g.arms.values())]
-    return _facets(view, "expected", groups, _paint_expected)
-
-
-def _paint_expected(view: View, group: Group, axes: Any) -> str:
-    texts = []
-    for arm in group.arms.values():
-        if scores := arm.expected_best(group.larger_is_better):
-            trials = range(1, len(scores) + 1)
-            axes.plot(trials, [_shown(group, score) for score in scores], **_line(view, group, arm))
-            texts.append(f"{arm.method}: {view.value(group, scores[0])} → {view.value(group, scores[-1])}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel(view.words("figure.trials"))
-    return "; ".join(texts)
 
 
 def _line(view: View, group: Group, arm: ArmResult) -> dict[str, Any]:
     """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
     place = view.colours[arm.method]
-    style: dict[str, Any] = {"color": colour(place), "marker": mark(place), "clip_on": False}
+    style: dict[str, Any] = {"color": _colour(place), "marker": _mark(place), "clip_on": False}
     return style | ({"lw": 3.4, "ms": 7.5} if arm.method == group.reference_arm else {})
 
 
@@ -208,62 +165,27 @@ def _shown(group: Group, value: float) -> float:
 
 
 def _facets(
-    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], str]
+    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], None]
 ) -> Figures | None:
-    """One small figure for each setting, with the score's axis, the trivial baselines and a legend."""
+    """One small figure for each setting, with the score's axis and a legend."""
     if not groups:
         return None
-    words = view.words
-    title = words(f"figure.{name}")
-    figures, published, has_baselines = [], False, False
+    title = view.words(f"figure.{name}")
+    caption = view.words(f"figure.{name}_how")
+    if len(groups) > MOST_FACETS:
+        caption += " " + view.words("figure.facets", shown=MOST_FACETS, total=len(groups))
+    drawn = {method for group in groups for method in group.arms}
+    legend = {method: place for method, place in view.colours.items() if method in drawn}
+    figures = []
     for place, group in enumerate(groups[:MOST_FACETS]):
-        described: list[str] = []
 
-        def fill(axes: Any, group: Group = group, described: list[str] = described) -> None:
-            described.append(paint(view, group, axes))
-            described.extend(_draw_baselines(view, group, axes))
+        def fill(axes: Any, group: Group = group) -> None:
+            paint(view, group, axes)
             _scale(view, group, axes)
 
         right = 0.5 if group.metric == "perplexity" else 0.2
-        drawn = draw(f"{name}-{place}", HEIGHT, fill, title, "", view.title(group), right=right)
-        figures.append(replace(drawn, description="; ".join(described)))
-        has_baselines = has_baselines or len(described) > 1
-        published = published or (name == "curves" and bool(view.published(group)))
-    legend = [
-        Legend(method, place, mark(place))
-        for method, place in view.colours.items()
-        if any(method in group.arms for group in groups)
-    ]
-    if has_baselines:
-        legend.append(Legend(words("figure.trivial_line"), None, "dots"))
-    if published:
-        legend.append(Legend(words("figure.published_mark"), None, "star"))
-    caption = words(f"figure.{name}_how")
-    if published:
-        caption += " " + words("figure.curves_published")
-    if len(groups) > MOST_FACETS:
-        caption += " " + words("figure.facets", shown=MOST_FACETS, total=len(groups))
+        figures.append(_draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
     return Figures(title, caption, figures, legend)
-
-
-def _draw_baselines(view: View, group: Group, axes: Any) -> list[str]:
-    """Draw trivial baselines on validation as dotted lines, those near enough to the curves; their texts."""
-    baselines: dict[str, Any] = next((b for r in group.records if (b := r.results.get("references"))), {})
-    low, high = axes.get_ylim()
-    near = 0.6 * (high - low)
-    texts = []
-    for name, splits in baselines.items():
-        value = (splits.get("validation") or {}).get(group.metric)
-        if value is None or not low - near <= (shown := _shown(group, value)) <= high + near:
-            continue
-        axes.axhline(shown, color=FAINT, lw=1.2, ls=(0, (1, 2)))
-        label = view.words.name("trivial", name)
-        axes.text(
-            0.01, shown, _short(label, 34), transform=axes.get_yaxis_transform(), color=FAINT, size=8.5,
-            va="bottom", zorder=1.5, bbox={"facecolor": PAGE, "alpha": 0.7, "pad": 0.5, "lw": 0},
-        )  # fmt: skip
-        texts.append(f"{label}: {view.value(group, value)}")
-    return texts
 
 
 def _scale(view: View, group: Group, axes: Any) -> None:
@@ -275,9 +197,8 @@ def _scale(view: View, group: Group, axes: Any) -> None:
     if group.kind == "share":
         axes.locator_params(axis="y", nbins=6)
         return
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
     low, high = axes.dataLim.intervaly
     if low > 0 and high / low > 4:
         axes.set_yscale("log")
@@ -285,23 +206,18 @@ def _scale(view: View, group: Group, axes: Any) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.locator_params(axis="y", nbins=6)
-    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter("{x:g}")
     if group.metric == "perplexity" and (factor := _bits_per_log2(group)):
         other = axes.secondary_yaxis(
-            "right", functions=(lambda y: factor * _log2(y), lambda b: 2.0 ** (b / factor))
+            "right",
+            functions=(lambda y: factor * np.log2(np.maximum(y, 1e-12)), lambda b: 2.0 ** (b / factor)),
         )
         other.yaxis.set_major_locator(MaxNLocator(5))
         other.yaxis.set_minor_locator(NullLocator())
-        other.yaxis.set_major_formatter(plain)
+        other.yaxis.set_major_formatter("{x:g}")
         other.tick_params(colors=LINE, labelcolor=FAINT)
         other.spines["right"].set_visible(False)
         axes.set_title(view.words("metric.bits_per_byte"), loc="right", x=1.12, pad=8)
-
-
-def _log2(values: Any) -> Any:
-    import numpy as np
-
-    return np.log2(np.maximum(values, 1e-12))
 
 
 def _bits_per_log2(group: Group) -> float | None:
@@ -312,3 +228,61 @@ def _bits_per_log2(group: Group) -> float | None:
         if perplexity and bits and math.isfinite(perplexity) and perplexity > 1:
             return bits / math.log2(perplexity)
     return None
+
+
+def _colour(place: int) -> str:
+    return f"#0d0e{place % len(PALETTE):02x}"
+
+
+def _mark(place: int) -> str:
+    return MARKS[place % len(MARKS)]
+
+
+def _draw(
+    name: str,
+    height: float,
+    paint: Callable[[Any], None],
+    title: str,
+    label: str = "",
+    left: float = 0.5,
+    right: float = 0.15,
+) -> Figure:
+    """A new figure whose axes `paint` fills; margins in inches. `name` makes its ids unique in the page."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # matplotlib only measures the text here; the reader's fonts have the glyphs.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
+        canvas = Canvas(figsize=(WIDTH, height))
+        axes = canvas.add_axes(
+            (left / WIDTH, 0.48 / height, 1 - (left + right) / WIDTH, 1 - (0.48 + 0.3) / height)
+        )
+        axes.patch.set_alpha(0)
+        paint(axes)
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    box, inside = _inline(buffer.getvalue(), name)
+    return Figure(name, box, Markup(inside), title, label)
+
+
+def _inline(svg: str, name: str) -> tuple[str, str]:
+    """The viewBox and the content of an SVG, with unique ids and the theme's colours."""
+    svg = svg[svg.index("<svg") :]
+    box = re.search(r'viewBox="([^"]+)"', svg)
+    assert box is not None
+    inside = svg[svg.index(">") + 1 : svg.rindex("</svg>")]
+    # Its style would apply to the whole page.
+    inside = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.DOTALL)
+    # Only inside tags: texts, whose angle brackets are escaped, stay as they are.
+    inside = re.sub(r"<[^>]+>", lambda tag: _adapt(tag[0], name), inside)
+    return box[1], inside
+
+
+def _adapt(tag: str, name: str) -> str:
+    tag = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', tag)
+    tag = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', tag)
+    tag = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", tag)
+    tag = re.sub(r"font-family: [^;\"]+;? ?", "", tag)  # those it measured with; the page has its own
+    return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], tag)

@@ -1,22 +1,20 @@
 """Everything a reader should know before believing the numbers: each thing once, the gravest first."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from oelm.study.matrix import Cell
+from oelm.study.record_checks import is_number
 from oelm.study.report.answer import problems
 from oelm.study.report.view import View
-from oelm.study.report.words import Words
 from oelm.study.result_types import ArmResult, Group
 from oelm.system.messages import Notice, Span, notice, text_of
-from oelm.training.predictions import WITH_GROUPS
 
 ORDER = (
-    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture",
-    "version", "run",
+    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run",
 )  # fmt: skip
 
 
@@ -27,17 +25,6 @@ class Listed:
     kind: str
     notice: Notice
     text: str
-
-
-def alert(words: Words, warned: list[Listed]) -> str:
-    """One line that says how many warnings there are; empty without any.
-
-    What records of an earlier version lack is told, but not counted: no number here depends on it.
-    """
-    count = len([listed for listed in warned if listed.kind != "version"])
-    if not count:
-        return ""
-    return words("page.alert_one") if count == 1 else words("page.alert", count=count)
 
 
 def notices(view: View) -> list[Listed]:
@@ -54,7 +41,9 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
             task = view.label(c.group)
             yield "void", notice("study.void", task=task, method=c.method, reasons=problems(view, c))
     for group in analysis.groups:
-        yield from _unevaluated(view, group)
+        # Trials that say nothing yet: what is concluded about their methods must wait for them.
+        if runs := [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]:
+            yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
         yield from _failures(view, group)
         yield from _of_group(view, group)
         yield from _of_runs(view, group)
@@ -68,10 +57,6 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
         yield "mixture", notice("study.unused", count=analysis.unused)
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
-    versions = Counter(int(record.results.get("schema", 1)) for record in analysis.records)
-    for version, count in sorted(versions.items()):
-        if version < WITH_GROUPS:
-            yield "version", notice("study.no_groups", version=version, count=count)
     for change in analysis.changes:
         old, new, count = str(change["from"]), str(change["to"]), change["measured_runs"]
         yield "changed", notice("study.changed", key=change["key"], old=old, new=new, count=count)
@@ -81,27 +66,20 @@ def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     """Failed and interrupted runs, those of one reason together."""
     alike: dict[str, list[Any]] = defaultdict(list)
     for arm in group.arms.values():
-        for failure in arm.failures:
-            reason = failure.reason or notice("study.no_reason")
-            alike[f"{failure.kind} {_shape(reason)}"].append((failure, reason))
+        for record in arm.failures:
+            reason = record.reason or notice("study.no_reason")
+            alike[f"{record.failure_kind} {_shape(reason)}"].append((record, reason))
     for several in alike.values():
-        runs = [_run(f.method, f.lr, f.seed) for f, _ in several]
+        runs = [_run(record.cell) for record, _ in several]
         values = {"task": view.label(group), "runs": runs, "reason": _merged([r for _, r in several])}
-        if kind := several[0][0].kind:
+        if kind := several[0][0].failure_kind:
             yield "failed", notice("study.failed", kind=kind, **values)
         else:
             yield "failed", notice("study.interrupted", **values)
 
 
-def _run(method: str, lr: float, seed: int) -> Notice:
-    return notice("study.run", method=method, lr=lr, seed=seed)
-
-
-def _unevaluated(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
-    """The trials that say nothing yet: what is concluded about their methods must wait for them."""
-    runs = [_run(cell.method, cell.lr, cell.seed) for arm in group.arms.values() for cell in arm.unevaluated]
-    if runs:
-        yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
+def _run(cell: Cell) -> Notice:
+    return notice("study.run", method=cell.method, lr=cell.lr, seed=cell.seed)
 
 
 def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
@@ -111,7 +89,10 @@ def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
             alike.setdefault(json.dumps(told.to_dict()), (kind, told, []))[2].append(arm.method)
     for kind, told, methods in alike.values():
         yield kind, Notice(told.code, {"task": view.label(group), "methods": methods, **told.values})
-    if count := _missing(group):
+    ended = {r.cell for r in group.records if r.completed}
+    ended |= {r.cell for arm in group.arms.values() for r in arm.failures if r.failed_by_method}
+    needed = group.matrix.needed if group.matrix else []  # as far as it can be known
+    if count := len([cell for cell in needed if cell not in ended]):
         yield "unfinished", notice("study.unfinished", task=view.label(group), count=count)
 
 
@@ -127,21 +108,6 @@ def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
         yield "rate", notice("study.lr_at_edge", lr=arm.lr)
     if group.matrix and arm.method in group.matrix.failed:
         yield "rate", notice("study.no_lr")
-
-
-def _missing(group: Group) -> int:
-    """Runs that the study needs, as far as it can be known, and that have not ended."""
-    if group.matrix is None:
-        return 0
-    ended = {Cell(r.method, r.lr, r.seed, r.choosing) for r in group.records if r.completed}
-    ended |= {
-        Cell(f.method, f.lr, f.seed, choosing)
-        for arm in group.arms.values()
-        for f in arm.failures
-        if f.of_method
-        for choosing in (True, False)
-    }
-    return len([cell for cell in group.matrix.needed if cell not in ended])
 
 
 def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
@@ -163,7 +129,7 @@ def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 def _shape(told: Notice) -> str:
     """A notice without its numbers."""
-    values = {key: "<number>" if _is_number(value) else value for key, value in told.values.items()}
+    values = {key: "<number>" if is_number(value) else value for key, value in told.values.items()}
     return json.dumps(Notice(told.code, values).to_dict(), sort_keys=True)
 
 
@@ -172,10 +138,6 @@ def _merged(several: list[Notice]) -> Notice:
     values = dict(several[0].values)
     for key, value in values.items():
         seen = [told.values[key] for told in several]
-        if _is_number(value) and min(seen) != max(seen):
+        if is_number(value) and min(seen) != max(seen):
             values[key] = Span(min(seen), max(seen))
     return Notice(several[0].code, values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,107 +1,114 @@
-"""What the command line prints: a compact table for each setting, then the answer, in 80 columns."""
+"""The shorter forms of a report: text of 80 columns for a terminal, and JSON values for programs."""
 
 import io
+import json
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oelm.study.report import numbers
+from oelm.claims.verdicts import judge
+from oelm.study.records import Record, mean_of
+from oelm.study.report import tables
 from oelm.study.report.answer import answer
-from oelm.study.report.notices import alert, notices
-from oelm.study.report.view import View
-from oelm.study.report.words import Words
-from oelm.study.result_types import Analysis, ArmResult, Group
+from oelm.study.report.notices import notices
+from oelm.study.report.view import View, Words
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
 WIDTH = 80
-RIGHT = ("n", "mean", "bits", "difference", "interval", "p")
 
 
 def summary(analysis: Analysis, lang: str = "en") -> str:
-    """The results of every setting with its trivial baselines, and the answer in two sentences."""
+    """The table of results of every setting, and the answer in two sentences."""
     view = View(analysis, Words(lang))
     # Fixed width, no colour, no markup: the text is the same in a terminal, a pipe and a log.
-    console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False
-    )
+    file = io.StringIO()
+    console = Console(file=file, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
     for group in analysis.groups:
-        percent = view.words("summary.percent") if group.kind == "share" else ""
-        heading = view.words(
-            "summary.heading",
-            task=view.label(group),
-            model=group.model,
-            metric=view.metric(group),
-            percent=percent,
-        )
-        console.print(Text(heading))
-        console.print(_table(view, group))
-        if baselines := _trivial_baselines(view, group):
-            console.print(Text(baselines))
-        console.print()
+        results = tables.results(view, group, published=False)
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
+        for name, letter in zip(results.head, results.align, strict=True):
+            table.add_column(Text(name), justify="left" if letter == "l" else "right", overflow="fold")
+        for row in results.rows:
+            table.add_row(*(Text(f"{cell.text}\n  {cell.detail}".rstrip()) for cell in row))
+        console.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
     warned = notices(view)
-    never = [listed.text for listed in warned if listed.kind == "unevaluated"]
-    for sentence in [*answer(view), *never, alert(view.words, warned)]:
-        if sentence:
-            console.print(Text(sentence))
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    sentences = [*answer(view), *(listed.text for listed in warned if listed.kind == "unevaluated")]
+    if warned:
+        sentences.append(view.words("page.alert", count=len(warned)))
+    for sentence in sentences:
+        console.print(Text(sentence))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _table(view: View, group: Group) -> Table:
-    perplexity = group.metric == "perplexity"
-    columns = ["method", "lr", "n", "mean", "bits", "difference", "interval", "p", "verdict"]
-    if not perplexity:
-        columns.remove("bits")
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
-    for name in columns:
-        wraps = name in ("method", "verdict")
-        table.add_column(
-            Text(view.words(f"summary.{name}")),
-            justify="right" if name in RIGHT else "left",
-            no_wrap=not wraps,
-            overflow="fold",
-        )
-    for arm in group.arms.values():
-        table.add_row(*_row(view, group, arm, perplexity))
-    return table
+def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
+    """Arms, comparisons, claims and warnings as JSON values; a number that is not finite is null."""
+    view = View(analysis, Words(lang))
+    values: dict[str, Any] = {
+        "title": analysis.title,
+        "answer": answer(view),
+        "settings": [_group(view, group) for group in analysis.groups],
+        "comparisons": [_comparison(view, comparison) for comparison in analysis.comparisons],
+        "across": analysis.across,
+        "claims": judge(analysis),
+        "warnings": notices(view),
+        "mixtures": analysis.mixtures,
+        "left_out": analysis.left_out,
+    }
+    # Whatever is no JSON value is one of our dataclasses.
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=asdict), parse_constant=lambda name: None)
+    return plain
 
 
-def _trivial_baselines(view: View, group: Group) -> str:
-    texts = []
-    for name, metrics in group.trivial_baselines.items():
-        text = f"{view.words.name('trivial', name)} {view.value(group, metrics[group.metric])}"
-        if group.metric == "perplexity":
-            bits = numbers.fixed(metrics.get("bits_per_byte"), 3)
-            text = view.with_detail(text, f"{bits} {view.words('metric.bits_per_byte')}")
-        texts.append(text)
-    return view.words("summary.trivial_baselines", names=view.words.items(texts)) if texts else ""
+def _picked(source: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
-def _row(view: View, group: Group, arm: ArmResult, perplexity: bool) -> list[Text]:
-    interval = arm.interval
-    cells = [arm.method, numbers.learning_rate(arm.lr), str(len(arm.values))]
-    if interval is None:
-        cells.append(numbers.NOTHING)
-    else:
-        digits = view.arm_digits(group, interval)
-        text = view.value(group, interval.mean, digits)
-        if interval.high is not None:  # a t interval: as far above the mean as below
-            places = len(text.partition(".")[2])
-            half = interval.high - interval.mean
-            text += f" ± {numbers.fixed(100 * half if group.kind == 'share' else half, places)}"
-        cells.append(text)
-    if perplexity:
-        cells.append(view.bits(arm.records))
-    comparison = view.comparison(group, arm.method)
-    if comparison is None or comparison.paired is None:
-        verdict = view.words("verdict.reference_arm") if comparison is None else view.verdict(comparison)
-        cells += ["", "", "", verdict]
-    else:
-        paired, digits = comparison.paired, view.digits(comparison)
-        cells += [
-            numbers.signed(paired.mean, digits),
-            view.span(paired.low, paired.high, digits),
-            numbers.p_value(comparison.p_holm),
-            view.verdict(comparison),
-        ]
-    return [Text(cell) for cell in cells]
+def _group(view: View, group: Group) -> dict[str, Any]:
+    return {
+        "label": view.label(group),
+        **_picked(group, "task", "model", "metric", "precision"),
+        "reference": group.reference_arm,
+        "references": group.trivial_baselines,
+        "published": {experiment.id: value for experiment, value in view.published(group)},
+        "arms": [_arm(group, arm) for arm in group.arms.values()],
+    }
+
+
+def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
+    runs = arm.records or arm.trials
+    return {
+        **_picked(arm, "method", "lr", "chosen", "seeds", "interval", "at_chance"),
+        "test": arm.values,
+        "bits_per_byte": mean_of(arm.records, "test", "metrics", "bits_per_byte"),
+        "rates": [{"lr": lr, "validation": score} for lr, score in arm.lr_scores.items()],
+        "robustness": arm.robustness(group.larger_is_better, group.tolerance),
+        "expected_best": arm.expected_best(group.larger_is_better),
+        "area": arm.area(),
+        "behind": group.behind(arm),
+        "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
+        "failures": [_failure(record) for record in arm.failures],
+        "parameters": runs[0].results.get("parameters") if runs else None,
+        "step_time_s": arm.step_time(),
+        "train_time_s": mean_of(arm.records, "train_time_s"),
+        "peak_memory_bytes": mean_of(arm.records, "peak_memory_bytes"),
+    }
+
+
+def _failure(record: Record) -> dict[str, Any]:
+    kind = record.failure_kind
+    status = {"status": "failed" if kind else "interrupted", "kind": kind, "reason": record.reason}
+    return _picked(record, "method", "lr", "seed") | status
+
+
+def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
+    tests = ("paired", "equivalence", "items", "mcnemar", "p_holm")
+    verdict = ("verdict", "negligible", "disagreement", "problems")
+    return {
+        "setting": view.label(comparison.group),
+        "reference": comparison.group.reference_arm,
+        "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
+        **_picked(comparison, "method", "seeds", "differences", *tests, *verdict),
+    }

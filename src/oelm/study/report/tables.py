@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from oelm.study.records import mean_result
+from oelm.study.records import mean_of
 from oelm.study.report import numbers
 from oelm.study.report.document import Table, TableCell, make_table
 from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Comparison, Group
 
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
-SIDE_BY_SIDE = 3  # comparisons; more are rows of a wide table
 Row = Sequence[str | TableCell]
 
 
@@ -17,24 +16,22 @@ def name_cell(view: View, method: str, detail: str = "") -> TableCell:
     return TableCell(method, detail, colour=view.colours[method])
 
 
-def results(view: View, group: Group) -> Table:
-    """The test score of every method, with trivial baselines and published figures below."""
-    words = view.words
-    unit = " (%)" if group.kind == "share" else ""
-    perplexity = group.metric == "perplexity"
+def results(view: View, group: Group, published: bool = True) -> Table:
+    """The test score of every method, with trivial baselines and perhaps published figures below."""
+    words, perplexity = view.words, group.metric == "perplexity"
     head = [
         words("table.method"),
-        words("table.mean", metric=view.metric(group)) + unit,
+        words("table.mean", metric=view.metric(group)) + (" (%)" if group.kind == "share" else ""),
         *([words("metric.bits_per_byte")] if perplexity else []),
         words("table.difference", unit=view.unit(group)),
         words("table.verdict"),
     ]
     rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
+    beside = []  # rows without a comparison: label, detail, score, bits per byte
     for name, metrics in group.trivial_baselines.items():
-        bits = numbers.fixed(metrics.get("bits_per_byte"), 3)
-        label, kind = words.name("trivial", name), words("table.trivial")
-        rows.append(_beside(label, kind, view.value(group, metrics[group.metric]), bits, perplexity))
-    for experiment, value in view.published(group):
+        bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
+        beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
+    for experiment, score in view.published(group) if published else ():
         note = words(
             "table.published_note",
             id=experiment.id,
@@ -42,15 +39,13 @@ def results(view: View, group: Group) -> Table:
             split=words.name("split", str(experiment.published.get("split"))),
         )
         label = words("table.published", method=experiment.config["method"]["name"])
-        text = view.value(group, value, 2 if group.kind == "share" else 1)
-        rows.append(_beside(label, note, text, numbers.NOTHING, perplexity))
+        value = view.value(group, score, 2 if group.kind == "share" else 1)
+        beside.append((label, note, value, numbers.NOTHING))
+    for label, detail, value, bits in beside:
+        texts = [value, *([bits] if perplexity else []), "", ""]
+        quiet = [TableCell(text, tone="quiet") for text in texts]
+        rows.append([TableCell(label, detail, tone="quiet"), *quiet])
     return make_table(head, rows, view.title(group), left=(0, -1))
-
-
-def _beside(label: str, detail: str, value: str, bits: str, perplexity: bool) -> Row:
-    """A row without a comparison, below the methods."""
-    values = [value, bits, "", ""] if perplexity else [value, "", ""]
-    return [TableCell(label, detail, tone="quiet"), *(TableCell(text, tone="quiet") for text in values)]
 
 
 def _result(view: View, group: Group, arm: ArmResult) -> Row:
@@ -75,18 +70,17 @@ def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
     interval = arm.interval
     if interval is None:
         return numbers.NOTHING
-    digits = view.arm_digits(group, interval)
-    mean = view.value(group, interval.mean, digits)
-    if interval.low is None or interval.high is None:
-        return mean
-    ends = [interval.low, interval.high]
-    if group.kind == "share":  # a t interval is not limited to 0 and 1
-        ends = [min(max(end, 0.0), 1.0) for end in ends]
-    return TableCell(mean, view.words.range(*(view.value(group, end, digits) for end in ends)))
+    digits = 1
+    ends = [end for end in (interval.low, interval.high) if end is not None]
+    if group.kind == "share" and ends:  # as many decimals as the interval supports
+        digits = numbers.digits_for(*(100 * end for end in ends))
+        ends = [min(max(end, 0.0), 1.0) for end in ends]  # a t interval is not limited to 0 and 1
+    detail = view.words.range(*(view.value(group, end, digits) for end in ends)) if ends else ""
+    return TableCell(view.value(group, interval.mean, digits), detail)
 
 
 def certainty(view: View) -> Table | None:
-    """Every test and interval of every comparison; few comparisons stand side by side."""
+    """Every test and interval of every comparison."""
     words = view.words
     comparisons = [c for c in view.analysis.comparisons if c.paired is not None]
     if not comparisons:
@@ -97,17 +91,12 @@ def certainty(view: View) -> Table | None:
         "mcnemar",
     )  # fmt: skip
     head = ["n", *(words(f"table.{name}") for name in names)]
-    rows = [_tests(view, comparison) for comparison in comparisons]
-    if len(comparisons) <= SIDE_BY_SIDE:
-        labels = [f"{view.label(c.group)}: {c.method}" if several else c.method for c in comparisons]
-        columns = zip(head, *rows, strict=True)
-        return make_table(["", *labels], [list(column) for column in columns])
-    named: list[Row] = [
-        [*([view.label(c.group)] if several else []), name_cell(view, c.method), *row]
-        for c, row in zip(comparisons, rows, strict=True)
+    rows: list[Row] = [
+        [*([view.label(c.group)] if several else []), name_cell(view, c.method), *_tests(view, c)]
+        for c in comparisons
     ]
     first = [*([words("table.task")] if several else []), words("table.method")]
-    return make_table([*first, *head], named, left=range(len(first)))
+    return make_table([*first, *head], rows, left=range(len(first)))
 
 
 def _tests(view: View, comparison: Comparison) -> list[str]:
@@ -204,20 +193,12 @@ def cost(view: View, group: Group) -> Table | None:
         share = view.with_detail(numbers.count(frozen), f"{100 * frozen / total:.1f} %") if frozen else "0"
         # On a CPU a record holds only the peak of its process, and a process trains many runs.
         on_cpu = any(record.environment.get("device") == "cpu" for record in runs)
-        rows.append(
-            [
-                name_cell(view, arm.method),
-                numbers.count(total),
-                numbers.count(parameters.get("trainable")),
-                share,
-                numbers.time_of(arm.step_time()),
-                numbers.time_of(mean_result(runs, "train_time_s")),
-                numbers.memory(None if on_cpu else mean_result(runs, "peak_memory_bytes")),
-            ]
-        )
-    return (
-        make_table([view.words(f"table.{name}") for name in names], rows, view.title(group)) if rows else None
-    )
+        sizes = [numbers.count(total), numbers.count(parameters.get("trainable")), share]
+        times = [numbers.time_of(arm.step_time()), numbers.time_of(mean_of(runs, "train_time_s"))]
+        memory = numbers.memory(None if on_cpu else mean_of(runs, "peak_memory_bytes"))
+        rows.append([name_cell(view, arm.method), *sizes, *times, memory])
+    head = [view.words(f"table.{name}") for name in names]
+    return make_table(head, rows, view.title(group)) if rows else None
 
 
 def raw(view: View, group: Group) -> Table | None:
@@ -250,17 +231,3 @@ def _of_seed(view: View, group: Group, arm: ArmResult, seed: int) -> str:
             text = view.with_detail(text, view.bits([record]))
         texts.append(text if arm.lr is not None else f"{text} @ {numbers.learning_rate(record.lr)}")
     return view.words.items(texts) or numbers.NOTHING
-
-
-def trials(view: View, group: Group) -> Table | None:
-    """Every trial, if a learning rate was tried with more than one seed."""
-    if all(len({r.seed for r in arm.trials}) < 2 for arm in group.arms.values()):
-        return None
-    rows: list[Row] = []
-    for arm in group.arms.values():
-        by_seed = sorted(arm.trials, key=lambda r: r.seed)
-        scores = [
-            [view.value(group, r.validation, 2) for r in by_seed if r.lr == lr] for lr in group.tried_lrs
-        ]
-        rows.append([name_cell(view, arm.method), *map(view.words.items, scores)])
-    return make_table([view.words("table.method"), *map(numbers.learning_rate, group.tried_lrs)], rows)

@@ -1,16 +1,47 @@
-"""What all parts of a report share: names, colours, and the format of scores and differences."""
+"""What all parts of a report share: texts, names, colours, and the format of scores and differences."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from oelm.study import statistics
+from oelm.errors import UserError
 from oelm.study.catalogue import Experiment, list_experiments
-from oelm.study.records import Record, mean_metric
+from oelm.study.records import Record, mean_of
 from oelm.study.report import numbers
-from oelm.study.report.words import Words
 from oelm.study.result_types import Analysis, Comparison, Group
+from oelm.system.messages import LANGUAGES, fill, read_sentences, sentences
+
+
+@cache
+def table() -> dict[str, dict[str, str]]:
+    """Key -> language -> text: the report's own words, and those of notices."""
+    text = (files("oelm.study.report") / "words.toml").read_text(encoding="utf-8")
+    return sentences() | read_sentences(text)
+
+
+class Words:
+    """The texts of one language. Values are put in as they are: escaping is the templates' work."""
+
+    def __init__(self, lang: str) -> None:
+        if lang not in LANGUAGES:
+            raise UserError(f"there is no report in {lang!r}; languages: {', '.join(LANGUAGES)}")
+        self.lang = lang
+
+    def __call__(self, key: str, **values: Any) -> str:
+        return fill(table()[key][self.lang], values, self.lang)
+
+    def name(self, kind: str, raw: str) -> str:
+        """What a metric or reference is called; itself where the table does not know it."""
+        known = table().get(f"{kind}.{raw}")
+        return known[self.lang] if known else raw
+
+    def items(self, several: Iterable[str]) -> str:
+        return self("list.comma").join(several)
+
+    def range(self, low: str, high: str) -> str:
+        return self("list.range", low=low, high=high)
 
 
 class View:
@@ -29,11 +60,8 @@ class View:
     def labels(self) -> dict[str, str]:
         """Setting -> its label: the task, and whatever distinguishes it from the others."""
         groups = self.analysis.groups
-        models = {group.model for group in groups}
-        names = {
-            group.setting: f"{task_name(group)}, {group.model}" if len(models) > 1 else task_name(group)
-            for group in groups
-        }
+        several = len({group.model for group in groups}) > 1
+        names = {g.setting: f"{task_name(g)}, {g.model}" if several else task_name(g) for g in groups}
         labels = {}
         for group in groups:
             name = names[group.setting]
@@ -74,24 +102,13 @@ class View:
         # Perplexities of early steps are large and need no decimals.
         return numbers.fixed(value, 0 if value is not None and value >= 1000 else digits + 1)
 
-    def quantity(self, group: Group, value: float | None, digits: int = 1) -> str:
-        """A score in a sentence: with its unit."""
-        text = self.value(group, value, digits)
-        return f"{text} %" if group.kind == "share" else text
-
     def bits(self, records: Sequence[Record], part: str = "test") -> str:
         """Mean bits per byte on the test split ("test") or of the best evaluation ("best")."""
-        return numbers.fixed(mean_metric(records, part, "bits_per_byte"), 3)
+        return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
         paired = comparison.paired
         return numbers.digits_for(paired.low, paired.high) if paired else 1
-
-    def arm_digits(self, group: Group, interval: statistics.Interval) -> int:
-        """Decimals of an arm's mean, as many as its interval supports."""
-        if group.kind == "perplexity" or interval.low is None or interval.high is None:
-            return 1
-        return numbers.digits_for(100 * interval.low, 100 * interval.high)
 
     def span(self, low: float | None, high: float | None, digits: int) -> str:
         """An interval of differences."""
@@ -100,29 +117,21 @@ class View:
         return self.words.range(numbers.signed(low, digits), numbers.signed(high, digits))
 
     def verdict(self, comparison: Comparison) -> str:
-        key = "negligible" if comparison.negligible else comparison.verdict
-        text = self.words(f"verdict.{key}")
-        return f"{self.words(f'verdict.{comparison.verdict}')}, {text}" if comparison.negligible else text
+        keys = [comparison.verdict, *(["negligible"] if comparison.negligible else [])]
+        return ", ".join(self.words(f"verdict.{key}") for key in keys)
 
     def comparison(self, group: Group, method: str) -> Comparison | None:
-        return self._comparisons.get((group.setting, method))
-
-    @cached_property
-    def _comparisons(self) -> dict[tuple[str, str], Comparison]:
-        return {(c.group.setting, c.method): c for c in self.analysis.comparisons}
-
-    @cached_property
-    def _published(self) -> list[Experiment]:
-        return [experiment for experiment in list_experiments() if experiment.variant_of is None]
+        same = [c for c in self.analysis.comparisons if c.method == method and c.group is group]
+        return same[0] if same else None
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
         """The published experiments on this task with this model, and their figure on its metric."""
         pairs = []
-        for experiment in self._published:
+        for experiment in list_experiments():
             config, figures = experiment.config, experiment.published
             value = figures.get(group.metric, figures.get(f"best_{group.metric}"))
             same = (config["task"]["name"], config["model"]["name"]) == (group.task, group.model)
-            if same and value is not None:
+            if experiment.variant_of is None and same and value is not None:
                 pairs.append((experiment, float(value)))
         return pairs
 
