@@ -32,9 +32,8 @@ from oelm.speed import operations, step
 from oelm.speed.adamw import RecordableAdamW
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.forward import FastForward
-from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
-from oelm.training.parallel import process_state
+from oelm.training.parallel import process_state, same_bits
 from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 

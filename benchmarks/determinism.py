@@ -24,9 +24,8 @@ from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, Traini
 from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed.kernels.rows_triton import row_sums
-from oelm.training.determinism import same_bits
 from oelm.training.folder import environment
-from oelm.training.parallel import process_state
+from oelm.training.parallel import process_state, same_bits
 from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 

@@ -88,7 +88,9 @@ def word_tokenizer() -> Any:
 
 
 def write_store(folder: Path, kind: str, longest: int, splits: dict[str, dict[str, Any]]) -> None:
-    """A prepared dataset, as `oelm.data.store` describes it."""
+    """A prepared dataset, as `oelm.data.store` describes it, in the format of whichever tree reads it."""
+    from oelm.data.manifest import FORMAT, seal
+
     folder.mkdir()
     word_tokenizer().save_pretrained(folder / "tokenizer")
     about = {}
@@ -103,13 +105,13 @@ def write_store(folder: Path, kind: str, longest: int, splits: dict[str, dict[st
         if "labels" in columns:
             about[split]["class_counts"] = np.bincount(columns["labels"], minlength=3).tolist()
     store = {
-        "format": 1, "fingerprint": f"guard-{folder.name}", "task": folder.name, "kind": kind,
+        "format": FORMAT, "fingerprint": f"guard-{folder.name}", "task": folder.name, "kind": kind,
         "metric": "perplexity" if kind == "lm" else "accuracy", "max_length": longest, "warnings": [],
         "label_names": [] if kind == "lm" else ["a", "b", "c"], "pairs": False, "splits": about,
         "dropped": {}, "duplicates": {},
         "tokenizer": {"name": "made", "vocab_size": WORDS, "pad_id": END},
     }  # fmt: skip
-    (folder / "store.json").write_text(json.dumps(store))
+    (folder / "store.json").write_text(json.dumps(seal(store, folder)))
 
 
 def texts(rng: np.random.Generator, count: int, lengths: tuple[int, int], pairs: bool) -> dict[str, Any]:
@@ -130,6 +132,7 @@ def texts(rng: np.random.Generator, count: int, lengths: tuple[int, int], pairs:
         "offsets": np.concatenate([[0], np.cumsum(sizes)]).astype(np.uint64),
         "labels": labels.astype(np.uint8),
         "ids": np.arange(count, dtype=np.uint32),
+        "groups": np.arange(count, dtype=np.uint32),
     }
     return columns | ({"second": np.array(second, dtype=np.uint32)} if pairs else {})
 
@@ -143,7 +146,7 @@ def stream(rng: np.random.Generator, count: int) -> dict[str, Any]:
         if copied[i]:
             tokens[i] = 4 + tokens[i - 1] * 7 % (WORDS - 4)
     tokens[0] = END
-    return {"tokens": tokens.astype(np.uint16)}
+    return {"tokens": tokens.astype(np.uint16), "documents": np.array([1], dtype=np.uint64)}
 
 
 def make_inputs(folder: Path, lengths: tuple[int, int]) -> None:

@@ -36,6 +36,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import oelm
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
 from oelm.data import Store, open_store
+from oelm.data.manifest import FORMAT, seal
 from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
@@ -235,13 +236,14 @@ def made_store(folder: Path, tokens: int, vocabulary: int) -> Store:
     for split, content in texts.items():
         ids = np.array(tokenizer(content)["input_ids"], dtype=np.uint16)
         np.save(folder / f"{split}.tokens.npy", ids)
+        np.save(folder / f"{split}.documents.npy", np.array([1], dtype=np.uint64))
         sizes = {"items": 1, "tokens": len(ids), "bytes": len(content), "truncated": 0, "longest": 0}
-        splits[split] = sizes | {"columns": ["tokens"]}
+        splits[split] = sizes | {"columns": ["documents", "tokens"]}
     names = {"vocab_size": len(tokenizer), "pad_id": tokenizer.pad_token_id, "name": f"train:{vocabulary}"}
-    manifest = {"format": 1, "fingerprint": "made-up", "task": "made-up text", "kind": "lm"}
+    manifest = {"format": FORMAT, "fingerprint": "made-up", "task": "made-up text", "kind": "lm"}
     manifest |= {"metric": "perplexity", "label_names": [], "max_length": 512, "warnings": []}
     manifest |= {"pairs": False, "dropped": {}, "duplicates": {}}
-    write_json(folder / "store.json", manifest | {"tokenizer": names, "splits": splits})
+    write_json(folder / "store.json", seal(manifest | {"tokenizer": names, "splits": splits}, folder))
     return open_store(folder)
 
 

@@ -4,7 +4,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from scipy.linalg import subspace_angles
 
 from oelm.errors import UserError
 from oelm.orthogonal import (
@@ -15,7 +14,6 @@ from oelm.orthogonal import (
     generator,
     hadamard_matrix,
     polar_factor,
-    principal_angles,
     q_factor,
     to_blocks,
     to_weight,
@@ -177,18 +175,3 @@ def test_orthonormal_blocks_give_scores_of_unit_variance():
     for kind in (*ORTHONORMAL_KINDS, "gaussian"):
         q, k = (x @ draw_blocks(kind, 512, 1, 64, seed=0, name=n)[0] for n in ("q", "k"))
         assert (q @ k.T / 8).std() == pytest.approx(1.0, rel=0.05)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 8), st.floats(-6, 1))
-def test_principal_angles_agree_with_scipy(seed, columns, exponent):
-    rng = np.random.default_rng(seed)
-    old = rng.standard_normal((24, columns)) @ rng.standard_normal((columns, columns))
-    new = 3 * old + 10**exponent * rng.standard_normal(old.shape)
-    expected = np.sort(np.degrees(subspace_angles(old, new)))
-    np.testing.assert_allclose(principal_angles(old, new), expected, atol=0.01)
-
-
-def test_a_block_without_full_rank_has_as_many_angles_as_directions():
-    old = np.eye(5)[:, [0, 1, 1]]
-    np.testing.assert_allclose(principal_angles(old, np.eye(5)[:, [0, 3, 4]]), [0, 90], atol=1e-5)
-    assert principal_angles(np.zeros((5, 2)), old).size == 0

@@ -23,11 +23,13 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
-@dataclass(frozen=True)
-class TaskConfig:
-    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
-
+class _Table:
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+
+@dataclass(frozen=True)
+class TaskConfig(_Table):
+    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
 
     name: str | None = None
     data: str | None = None
@@ -48,10 +50,8 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Table):
     """A named size of the reference GPT, a hub id, or a folder. `None` keeps the model's own value."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str | None = None  # None: gpt-tiny on a CPU, gpt-medium-512 on a GPU
     dropout: float | None = None
@@ -67,10 +67,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(_Table):
     """A preset's name; the other fields override it (see `oelm.Method`)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str = "baseline"
     start: dict[str, str] | None = None
@@ -105,10 +103,8 @@ BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(_Table):
     """How it is learned. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     lr: float = 3e-4
     epochs: float | None = None  # 3 unless `steps` is given
@@ -164,20 +160,16 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class ArmConfig:
+class ArmConfig(_Table):
     """Which arm of a study a run belongs to, where that is more than its method."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     name: str | None = None  # None: the method's
     differs_in: tuple[str, ...] = ()  # keys in which the study's arms differ, such as training.warmup
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(_Table):
     """One run. `experiment` is the ID of the published experiment it repeats, if any."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     experiment: str | None = None
     plugins: tuple[str, ...] = ()  # modules to import first: `oelm.system.plugins`
@@ -237,12 +229,11 @@ FLAGS = {
 
 
 def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
-    """A RunConfig from a nested mapping; an error names the wrong key and what it may be."""
     return checked(RunConfig, values, where)
 
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a nested mapping; an error names the first wrong key."""
+    """A dataclass from a nested mapping; an error names the first wrong key and what it may be."""
     from pydantic import ValidationError
 
     try:
@@ -271,21 +262,17 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: Any, kind: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    *section, _ = parts = [str(part) for part in error["loc"]] or [""]
     if error["type"] == "unexpected_keyword_argument":
-        section, known = _section(kind, error["loc"][:-1])
-        return f"unknown key {path!r}; {section} has: {', '.join(known)}"
+        for part in section:
+            kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
+        known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+        where = f"[{'.'.join(section)}]" if section else "the file"
+        return f"unknown key {'.'.join(parts)!r}; {where} has: {', '.join(known)}"
     if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
         return str(error["ctx"]["error"])
     given = json.dumps(error.get("input"), default=str)
-    return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def _section(kind: Any, path: Iterable[Any]) -> tuple[str, list[str]]:
-    for part in path:
-        kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
-    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
-    return (f"[{'.'.join(map(str, path))}]" if path else "the file"), known
+    return f"{'.'.join(parts)} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
@@ -320,10 +307,8 @@ def resolve_config(
 
 
 def overrides(flags: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Flags (`training.lr` -> value) and --set assignments as one nested mapping.
-
-    One, so that --steps contradicts --set training.epochs instead of replacing it.
-    """
+    """Flags (`training.lr` -> value) and --set assignments as one nested mapping. One, so that --steps
+    contradicts --set training.epochs instead of replacing it."""
     values: dict[str, Any] = {}
     for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
         update(values, part)
@@ -371,12 +356,12 @@ def nest(path: str, value: Any) -> dict[str, Any]:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Nested dictionaries as TOML: plain keys first, then one table per section."""
-    lines = [
-        f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)
-    ]
-    for key, section in values.items():
-        if isinstance(section, Mapping):
-            lines += ["", f"[{key}]", *(f"{name} = {_toml_value(value)}" for name, value in section.items())]
+    tables: dict[str, Mapping[str, Any]]
+    tables = {"": {key: value for key, value in values.items() if not isinstance(value, Mapping)}}
+    tables |= {f"\n[{key}]": value for key, value in values.items() if isinstance(value, Mapping)}
+    lines = []
+    for title, table in tables.items():
+        lines += [title, *(f"{name} = {_toml_value(value)}" for name, value in table.items())]
     text = "\n".join(lines).strip() + "\n"
     try:
         text.encode("utf-8")

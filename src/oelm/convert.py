@@ -1,7 +1,7 @@
 """Apply a Method to a model in place. The model keeps its class and works with any trainer."""
 
 import copy
-import operator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,38 +12,29 @@ from transformers import Conv1D, PreTrainedModel
 from oelm.audit import audit, frozen_digest, method_of, record_of
 from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
-from oelm.models.conversion_report import (
-    ConversionReport,
-    Row,
-    Sample,
-    head_moves,
-    score_changes,
-    score_scales,
-)
+from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, score_scales
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.models.lora import adapted_layers, adapter_parameters, add_lora, check_lora, merged
+from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
 from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.system.private_peft import is_adapter
 from oelm.system.version import __version__
 
 
-def convert(
-    model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0, *, sample: Sample | None = None
-) -> ConversionReport:
+def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0) -> ConversionReport:
     """Initialise and freeze what the method says, in place, and report it.
 
     The model keeps its class; `config.oelm` records what was done, and is saved with it. What cannot be done
-    is refused before the model is touched. With `sample`, a batch as the model takes it, the scales of the
-    scores in the report are measured on it; without one they are predicted from the weights.
+    is refused before the model is touched.
     """
     method = get_method(method)
     _refuse_unfit(model)
     own_config = copy.deepcopy(model.config)
-    report = apply_method(
-        model, method, seed, _resolve_init(model, method), measure=not _from_scratch(model), sample=sample
-    )
+    scratch = model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
+    init = method.init if method.init != "auto" else "fresh" if scratch else "own"
+    report = apply_method(model, method, seed, init, measure=not scratch)
     # Two models may share one config object, and the record of one must not be in the other's.
     shared, own_config.oelm = model.config, model.config.oelm
     for module in model.modules():
@@ -54,21 +45,13 @@ def convert(
 
 
 def apply_method(
-    model: PreTrainedModel,
-    method: Method,
-    seed: int,
-    init: str,
-    measure: bool = False,
-    sample: Sample | None = None,
+    model: PreTrainedModel, method: Method, seed: int, init: str, measure: bool = False
 ) -> ConversionReport:
-    """`convert` on the model's own config and with `init` resolved to "fresh" or "own".
-
-    With `measure` the report says how far each head moved.
-    """
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise UserError(f"seed must be a whole number, not {seed!r}") from None
+    """`convert` on the model's own config and with `init` resolved to "fresh" or "own". With `measure` the
+    report has the scales of the scores."""
+    if not isinstance(seed, int | np.integer):
+        raise UserError(f"seed must be a whole number, not {seed!r}")
+    seed = int(seed)
     if method.lora:
         check_lora(model)
     sites = find_sites(model)
@@ -81,10 +64,8 @@ def apply_method(
         for site in sites
         if (kind := method.start.get(site.role)) is not None
     ]
-    changed = [(site, weight) for site, _, weight in new if site.role in HEAD_ROLES]
-    measure = sample is not None or (measure and bool(changed))
-    before = score_scales(model, sample) if measure else {}
-    moves = [move for site, weight in changed if measure for move in head_moves(site, weight)]
+    measure = measure and any(site.role in HEAD_ROLES for site, *_ in new)
+    scales = score_scales(model) if measure else []
     # All checks are done: from here on the model is changed.
     for site, kind, weight in new:
         site.write(weight)
@@ -102,9 +83,10 @@ def apply_method(
         "version": __version__,
         "digest": frozen_digest(model, method),
     }
-    scales = score_changes(model, before, score_scales(model, sample)) if measure else []
-    source = "weights" if sample is None else "sample"
-    return _report(model, method, seed, init, heads=tuple(moves), scores=tuple(scales), scores_from=source)
+    if measure:
+        now = score_scales(model)
+        scales = [replace(old, after=new.after) for old, new in zip(scales, now, strict=True)]
+    return _report(model, method, seed, init, tuple(scales))
 
 
 def refreeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -137,9 +119,9 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
         parameter.requires_grad_(name not in already)
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
-            _replace(model, path, module.to_fused())
+            model.set_submodule(path, module.to_fused().train(model.training))
     for path, layer in adapted_layers(model).items():
-        _replace(model, path, merged(layer))
+        model.set_submodule(path, merged(layer).train(model.training))
     _set_scores(model, Method.scores)
     del model.config.oelm
     return model
@@ -196,16 +178,6 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
             raise UserError(f"freeze {role} = {layers!r} selects none of the model's {depth} layers")
 
 
-def _resolve_init(model: PreTrainedModel, method: Method) -> str:
-    if method.init != "auto":
-        return method.init
-    return "fresh" if _from_scratch(model) else "own"
-
-
-def _from_scratch(model: PreTrainedModel) -> bool:
-    return model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
-
-
 def _is_drawn(kind: str, init: str) -> bool:
     return kind != "polar" and not (kind == "orthogonal" and init == "own")
 
@@ -247,7 +219,8 @@ def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
         if site.part is not None and 0 < len(frozen) < len(PARTS):
             module = model.get_submodule(site.path)
             if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
-                _replace(model, site.path, SplitQKV(module, site.heads, site.layout))
+                split = SplitQKV(module, site.heads, site.layout)
+                model.set_submodule(site.path, split.train(model.training))
     wanted = frozen_names(model, method)
     for name, parameter in model.named_parameters():
         if name in wanted:
@@ -262,13 +235,9 @@ def _set_scores(model: PreTrainedModel, scores: str) -> None:
             module.value_only = scores == "constant"  # type: ignore[assignment]
 
 
-def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    new.train(model.training)
-    setattr(model.get_submodule(parent), name, new)
-
-
-def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **moved: Any) -> ConversionReport:
+def _report(
+    model: PreTrainedModel, method: Method, seed: int, init: str, scales: tuple[ScoreScale, ...]
+) -> ConversionReport:
     wanted = frozen_names(model, method)
     frozen_ids = {id(p) for name, p in model.named_parameters() if name in wanted}
     by_role: dict[str, list[Site]] = {}
@@ -294,7 +263,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **move
         held = sum(id(p) in frozen_ids for p in unique.values())
         size = sum(p.numel() for p in unique.values())
         rows.append(Row(role, len(unique), 0, "as it was", "-", _share(held, len(unique)), size))
-    if adapters := adapter_parameters(model):
+    if adapters := [p for name, p in model.named_parameters() if is_adapter(name)]:
         size = sum(p.numel() for p in adapters)
         rows.append(Row("lora", len(adapters), 0, f"rank {method.lora}, no change yet", "-", "no", size))
     parameters = [*model.parameters()]
@@ -306,7 +275,7 @@ def _report(model: PreTrainedModel, method: Method, seed: int, init: str, **move
         total=sum(p.numel() for p in parameters),
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         rows=tuple(rows),
-        **moved,
+        scores=scales,
     )
 
 

@@ -98,7 +98,7 @@ class Method:
             _known(key, tuple(f.name for f in fields(cls)), "field of a method")
         rest = {key: value for key, value in values.items() if key != "name"}
         name = values.get("name", "custom")
-        if rest and not _is_preset(name):
+        if rest and _canonical(name) not in PRESETS:
             return cls(**values)
         preset = get_method(name)
         changes = {key: value for key, value in rest.items() if value != getattr(preset, key)}
@@ -186,10 +186,6 @@ ALIASES = {
 def _canonical(name: str) -> str:
     name = re.sub(r"[_\s]+", "-", str(name).strip().lower())
     return ALIASES.get(name, name)
-
-
-def _is_preset(name: str) -> bool:
-    return _canonical(name) in PRESETS
 
 
 def _brief(value: Any) -> str:

@@ -107,24 +107,6 @@ def polar_factor(block: Array) -> Array:
     return u @ vt
 
 
-def principal_angles(old: Array, new: Array) -> Array:
-    """The angles between the column spaces of two blocks, in degrees, the largest last.
-
-    0 where a direction is kept, 90 where it is lost. Through the blocks' Gram matrices: a tenth of the cost
-    of two QR decompositions, and good to a hundredth of a degree. A block without full rank has as many
-    angles as it has directions.
-    """
-    cosines = np.linalg.svd(_whitener(old).T @ (old.T @ new) @ _whitener(new), compute_uv=False)
-    return np.degrees(np.arccos(np.clip(cosines, 0.0, 1.0)))
-
-
-def _whitener(block: Array) -> Array:
-    """T such that block @ T has orthonormal columns that span what the block's columns span."""
-    values, vectors = np.linalg.eigh(block.T @ block)
-    kept = values > 1e-12 * values[-1]
-    return vectors[:, kept] / np.sqrt(values[kept])
-
-
 # A projection's weight as `nn.Linear` stores it is (num_heads * head_dim, d_model): head h owns the
 # rows h * head_dim to (h + 1) * head_dim, which are its block transposed.
 

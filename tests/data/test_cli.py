@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from oelm.cli import main as cli
 from oelm.data import TASKS, open_store
-from oelm.data.checks import histogram
 from tests.data.made import labelled, parquet, write_csv
 
 Run = Callable[..., tuple[int, str, str]]
@@ -37,8 +35,6 @@ def test_list_names_every_task_and_what_was_not_tried(run: Run) -> None:
     assert code == 0
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert set(lines) == set(TASKS)
-    for name, task in TASKS.items():
-        assert ("not tried on the hub" in lines[name]) == (task.hub is not None and not task.tried_on_hub)
     code, out, _ = run("data", "list", "--json")
     assert [task["name"] for task in json.loads(out)] == list(TASKS)
 
@@ -55,7 +51,7 @@ def test_inspect_tells_what_is_in_a_file(run: Run, tmp_path: Path) -> None:
     assert sum(split["items"] for split in report["splits"].values()) == 101
     assert report["dropped"] == {"empty": 1}
     for split in report["splits"].values():
-        assert sum(count for _, count in split["lengths"]) == split["items"]
+        assert split["length_50"] <= split["length_90"] <= split["length_100"]
         assert split["length_100"] <= 16
     code, out, _ = run("data", "inspect", path, "--text", "body", "--label", "topic", "--max-length", 16)
     assert code == 0
@@ -166,8 +162,3 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "Traceback" not in err
     assert [found.suffix for found in (cache / "stores").iterdir()] == [".lock"]
-
-
-def test_the_histogram_counts_every_length_once() -> None:
-    lengths = np.array([1, 8, 9, 16, 17, 500, 512])
-    assert histogram(lengths) == [(8, 2), (16, 2), (32, 1), (64, 0), (128, 0), (256, 0), (512, 2)]

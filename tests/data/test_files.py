@@ -106,7 +106,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ),
     ("x.jsonl", b'{"text": "a", "label": 1}\n{"text": \n', r"x.jsonl, line 2 is not JSON"),
     ("x.jsonl", b'[{"text": "a",\n "label": 1}]', r"x.jsonl is one JSON array; write one object per line"),
-    ("x.jsonl", b'"text"\n', r"x.jsonl, line 1: an object .* was expected, not a string"),
+    ("x.jsonl", b'"text"\n', r"x.jsonl, line 1: an object .* was expected, not str"),
     ("x.jsonl", b'{"text": "caf\xe9", "label": 1}\n', r"x.jsonl, line 1: byte 0xe9 is not UTF-8"),
     ("x.jsonl", b"[" * 100_000, r"x.jsonl"),
     ("x.xlsx", b"", r"x.xlsx: cannot tell what kind of file this is; name it .csv"),

@@ -1,16 +1,13 @@
 """Which items belong together: noted in every store, for every kind of task."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oelm.data import Split, Store, Windows, load_file, load_task, open_store, prepare
-from oelm.data.manifest import FORMAT, WITH_TEXTS, seal
-from oelm.system.messages import notice
-from tests.data.made import labelled, parquet, sentence, write_csv
+from oelm.data import Split, Windows, load_file, load_task, prepare
+from tests.data.made import parquet, sentence, write_csv
 
 
 def _expected(texts: list[str], split: Split) -> list[int]:
@@ -96,50 +93,3 @@ def test_a_stream_of_lines_is_one_group(tmp_path: Path) -> None:
     store = prepare(load_task("wikitext-2", data_dir=tmp_path), tokenizer="train:300")
     windows = Windows(store["test"], 32)
     assert len(windows) > 10 and (windows.groups() == np.zeros(len(windows))).all()
-
-
-def _as_before(store: Store) -> Path:
-    """The store as version 1 wrote it."""
-    path = store.folder / "store.json"
-    meta = json.loads(path.read_text())
-    meta["format"] = 1
-    for name, split in meta["splits"].items():
-        split["columns"].remove("groups")
-        (store.folder / f"{name}.groups.npy").unlink()
-    for key in ("checksums", "digest"):
-        del meta[key]
-    path.write_text(json.dumps(meta))
-    return store.folder
-
-
-def test_a_store_of_the_format_before_is_read_and_says_what_it_lacks(tmp_path: Path, cache: Path) -> None:
-    data = load_file(labelled(tmp_path / "x.csv"), text="body", label="topic")
-    new = prepare(data, tokenizer="train:300", cache=tmp_path / "other")
-    old = open_store(_as_before(prepare(data, tokenizer="train:300")))
-    assert old["test"].groups is None and old.warnings == [
-        *new.warnings, notice("data.no_groups"), notice("data.no_checksums")
-    ]  # fmt: skip
-    assert old["test"].labels.tolist() == new["test"].labels.tolist()
-    assert old.fingerprint == new.fingerprint  # the data is the same: records of both compare
-
-
-def test_the_cache_prepares_again_what_an_earlier_version_left(tmp_path: Path, cache: Path) -> None:
-    data = load_file(labelled(tmp_path / "x.csv"), text="body", label="topic")
-    made = prepare(data, tokenizer="train:300").folder
-    _as_before(open_store(made)).rename(made.with_name(made.name.removesuffix(f"-{FORMAT}")))
-    again = prepare(data, tokenizer="train:300")
-    assert again.meta["format"] == FORMAT and again["test"].groups is not None
-    assert len(list((cache / "stores").glob("*/store.json"))) == 2
-
-
-def test_the_cache_uses_what_the_version_with_warnings_as_texts_left(tmp_path: Path, cache: Path) -> None:
-    data = load_file(labelled(tmp_path / "x.csv"), text="body", label="topic")
-    made = prepare(data, tokenizer="train:300").folder
-    meta = json.loads((made / "store.json").read_text())
-    meta = {key: value for key, value in meta.items() if key not in ("checksums", "digest")}
-    meta |= {"format": WITH_TEXTS, "warnings": ["3 rows dropped: empty texts"]}
-    (made / "store.json").write_text(json.dumps(seal(meta, made)))
-    made.rename(made.with_name(made.name.replace(f"-{FORMAT}", f"-{WITH_TEXTS}")))
-    old = prepare(data, tokenizer="train:300")
-    assert old.meta["format"] == WITH_TEXTS and old["test"].groups is not None
-    assert list(map(str, old.warnings)) == ["3 rows dropped: empty texts"]

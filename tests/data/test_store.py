@@ -18,7 +18,6 @@ from oelm.data.manifest import FORMAT
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
 from oelm.system.files import folder_beside
-from oelm.system.messages import notice
 from tests.data.made import labelled
 
 
@@ -161,7 +160,7 @@ def test_a_file_size_limit_is_reported_and_leaves_nothing(tmp_path: Path) -> Non
 
 STARVED = """
 import resource, sys, pydantic
-import oelm.cli.main, oelm.data.checks, oelm.data.choice, transformers.models.auto.tokenization_auto
+import oelm.cli.main, oelm.data, oelm.data.checks, transformers.models.auto.tokenization_auto
 sys.argv = ["oelm", "data", "inspect", sys.argv[1]]
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (4 << 20)
@@ -295,42 +294,6 @@ def test_a_damaged_store_of_the_cache_is_set_aside_and_made_again(tmp_path: Path
     assert store.warnings[-1].code == "data.prepared_again"
     assert "train.labels.npy was changed or damaged" in str(store.warnings[-1])
     assert np.load(folder.with_name(folder.name + ".damaged") / "train.labels.npy").tolist() != right.tolist()
-
-
-def _without_checksums(folder: Path) -> Path:
-    meta = json.loads((folder / "store.json").read_text())
-    del meta["checksums"], meta["digest"]
-    (folder / "store.json").write_text(json.dumps(meta))
-    return folder
-
-
-def test_a_store_of_an_earlier_version_is_read_and_said_to_have_no_checksums(tmp_path: Path) -> None:
-    path = labelled(tmp_path / "x.csv")
-    cached = _without_checksums(_prepare(path))
-    store = open_store(cached)
-    assert notice("data.no_checksums") in store.warnings
-    assert store["train"].labels.tolist() == open_store(_prepare(path))["train"].labels.tolist()
-    again = open_store(cached)  # in the cache it has been made again
-    assert again.sealed and again.warnings == []
-
-
-@pytest.mark.parametrize(
-    ("column", "change", "message"),
-    [
-        ("labels", lambda a: a + 2, "a value is not between 0 and 1"),
-        ("labels", lambda a: a[:-1], "values where"),
-        ("labels", lambda a: a.astype(float), "not hold a row of whole numbers"),
-        ("tokens", lambda a: a.reshape(-1, 1), "not hold a row of whole numbers"),
-        ("tokens", lambda a: a + 300, "a value is not between 0 and 299"),
-        ("offsets", lambda a: a[::-1], "its offsets are not in order"),
-    ],
-)
-def test_without_checksums_what_cannot_be_is_refused(tmp_path: Path, column, change, message) -> None:
-    folder = _without_checksums(_prepare(labelled(tmp_path / "x.csv")))
-    path = folder / f"train.{column}.npy"
-    np.save(path, change(np.load(path)))
-    with pytest.raises(UserError, match=rf"train\.{column}\.npy is damaged: .*{message}"):
-        open_store(folder)
 
 
 def test_a_process_checks_a_store_once(tmp_path: Path) -> None:

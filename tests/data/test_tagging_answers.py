@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oelm.data import IGNORE, load_task, packed_batch, padded_batch, prepare
+from oelm.data import IGNORE, load_task, padded_batch, prepare
 from oelm.data.tasks.question_answering import answer_text
 from oelm.errors import UserError
 from tests.data.made import parquet, sentence
@@ -44,9 +44,6 @@ def test_tags_stand_on_the_first_token_of_each_word(tmp_path: Path, bert: Any, b
         assert (found[len(expected) :] == IGNORE).all()
         cut += len(bert(words[row], is_split_into_words=True)["input_ids"]) > 24
     assert train.meta["truncated"] == cut > 0
-    flat = packed_batch(train, np.arange(5)).labels
-    assert flat is not None
-    assert flat.tolist() == np.array(train.tags[: train.offsets[5]]).tolist()
 
 
 def test_words_of_a_byte_level_tokenizer_are_tokenised_as_in_running_text(tmp_path: Path) -> None:

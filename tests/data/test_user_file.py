@@ -259,7 +259,6 @@ def test_a_class_missing_from_the_test_file_is_a_warning(tmp_path: Path) -> None
         ({"label": "topic,other"}, "multi-label tasks are not supported"),
         ({"label": "body"}, "must be different columns"),
         ({"text": "nothing"}, "has no column 'nothing'; it has: body, topic"),
-        ({"test_share": 0.7}, "between 0 and 0.5"),
     ],
 )
 def test_options_that_do_not_fit_the_file(tmp_path: Path, options: dict[str, Any], said: str) -> None:

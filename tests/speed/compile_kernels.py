@@ -13,7 +13,6 @@ from oelm.speed.kernels import (
     joint_triton,
     norm_triton,
     rows_triton,
-    value_only_triton,
 )
 
 SHARED_MEMORY = 99 * 1024  # what a program can have on every GPU that knows bfloat16
@@ -55,7 +54,7 @@ for head_dim in (64, 128):
             common["cu_seqlens"] = None if causal else bounds
             for kernel, tensors, count, tiles in (
                 (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
-                (value_only_triton._value_kernel, [x, x, numbers, x, x], 4, value_only_triton.BACKWARD),
+                (attention_triton._value_kernel, [x, x, numbers, x, x], 4, attention_triton.VALUE_ONLY),
                 (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
                 (
                     joint_triton._key_kernel,

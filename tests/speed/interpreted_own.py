@@ -1,7 +1,6 @@
 """Our own kernels for attention and norms on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from oelm.speed.adamw import RecordableAdamW, clip_in_step, fault_of
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.forward import FastForward
 from oelm.speed.kernels import adamw_triton, joint_triton, norm_triton
-from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows
-from oelm.speed.packed import portable
+from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows, portable
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
@@ -221,18 +219,6 @@ def test_a_gradient_that_is_not_finite_stops_all_later_steps(own: bool, bad: flo
     assert not torch.equal(seen[0][0], seen[1][0])
     for before, after in ((seen[1], seen[2]), (seen[1], seen[3])):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("change", [{"betas": (0.5, 0.9)}, {"maximize": True}, {"amsgrad": True}], ids=str)
-def test_steps_that_our_own_adamw_does_not_know_are_pytorchs(change: dict[str, Any]) -> None:
-    weights = [torch.nn.Parameter(torch.randn(64)) for _ in range(2)]
-    rates = [{"lr": torch.tensor(1e-2)}, {"lr": torch.tensor(1e-2)} | change]
-    groups = [{"params": [weight]} | rate for weight, rate in zip(weights, rates, strict=True)]
-    optimizer = deepcopy(RecordableAdamW(groups, fused=True))
-    for group in optimizer.param_groups:
-        group["params"][0].grad = torch.randn(64)
-    optimizer.gather()
-    assert not optimizer.together
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

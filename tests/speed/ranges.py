@@ -19,9 +19,8 @@ from torch import Tensor
 
 from oelm.data.assemble import Packing
 from oelm.speed.kernels import adamw_triton, cross_entropy_triton, norm_triton
-from oelm.speed.operations import add_norm, joint_attention, row_sums
-from oelm.speed.packed import packed_attention, portable
-from oelm.speed.value_only import value_only_attention_varlen
+from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, row_sums
+from oelm.speed.value_only import packed_value_only
 
 HEAD_DIM = 64
 SIZES = (1e-6, 1.0, 1e4)
@@ -177,9 +176,7 @@ def value_only(where: Where, dtype: torch.dtype, kind: str, values: float, slope
     v, grad = torch.randn_like(k) * values, torch.randn_like(k) * slope
     packing = where.packing()
     compare(
-        lambda v: value_only_attention_varlen(
-            q, k, v, packing.bounds, causal=False, implementation="triton"
-        ),
+        lambda v: packed_value_only(q, k, v, packing),
         lambda v: portable(q.to(v.dtype), k.to(v.dtype), v, packing),
         [v], grad, "output dv", attention_tolerance(kind, dtype),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The fast forward pass against the model's own."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,14 @@ from tests.speed.test_packed import SIZES, packed, padded, texts
 def test_picked_rows_are_counted_through_all_texts():
     x = torch.arange(24.0).view(2, 4, 3)
     assert torch.equal(pick_rows(x, torch.tensor([3, 4])), torch.stack([x[0, 3:], x[1, :1]]))
+
+
+@contextmanager
+def installed(model):
+    forward = FastForward(model, kernels=False)
+    forward.install()
+    yield
+    forward.remove()
 
 
 @pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
@@ -30,7 +38,7 @@ def test_it_gives_what_the_model_gives(method, positions, form):
         inputs = {name: value.flip(1) for name, value in inputs.items()}
     results = []
     for fast in (False, True):
-        with FastForward(model, kernels=False).installed() if fast else nullcontext():
+        with installed(model) if fast else nullcontext():
             logits = model(**(inputs if fast or form != "packed" else padded(items))).logits[: len(items)]
         logits.square().sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -48,7 +56,7 @@ def test_what_is_not_pooled_is_not_computed():
     seen = []
     for block in model.transformer.h:
         block.mlp.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:2].numel()))
-    with FastForward(model, kernels=False).installed():
+    with installed(model):
         model(**padded(texts([5, 1, 17, 8])))
     assert seen == [4 * 17, 4]
 
@@ -61,7 +69,7 @@ def test_what_the_fast_pass_does_not_do_is_left_to_the_model():
     lm = oelm.OelmGPTForCausalLM(oelm.OelmGPTConfig(**SIZES)).eval()
     found = []
     for fast in (False, True):
-        passes = [FastForward(m, kernels=False).installed() if fast else nullcontext() for m in (model, lm)]
+        passes = [installed(m) if fast else nullcontext() for m in (model, lm)]
         with passes[0], passes[1], torch.no_grad():
             out = model(ids, **inputs, output_hidden_states=True)
             embedded = model(inputs_embeds=model.transformer.wte(ids), **inputs)

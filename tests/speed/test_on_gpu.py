@@ -59,8 +59,7 @@ def test_joint_attention_errs_no_more_than_twice_as_much_as_pytorchs(causal, hea
 
 
 def test_packed_attention_errs_no_more_than_twice_as_much_as_padded():
-    from oelm.speed.operations import joint_attention
-    from oelm.speed.packed import packed_attention, portable
+    from oelm.speed.operations import joint_attention, packed_attention, portable
 
     texts, rows = packing(), sum(LENGTHS)
     joint = lambda x: portable(*x[0].unbind(1), texts)[None]  # noqa: E731
@@ -220,7 +219,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(monkeypatch, determinis
     for graphs in (fast.MOST_GRAPHS, 0):
         monkeypatch.setattr(fast, "MOST_GRAPHS", graphs)
         step, batches = step_of(steps=1000)
-        found.append((trained(step, batches, 40), step.raw.state_dict()))
+        found.append((trained(step, batches, 40), step.capture()[0]))
         assert bool(step.graphed.graphs) == (graphs > 0)
     (losses, weights), (others, other_weights) = found
     assert torch.equal(losses, others)

@@ -70,13 +70,9 @@ def fast(model):
     return model
 
 
-def test_what_packing_cannot_do_is_refused():
+def test_a_packed_text_longer_than_the_positions_is_refused():
     inputs = packed(texts([3, 4]))
-    with pytest.raises(UserError, match="bidirectional"):
-        fast(oelm.OelmGPTForCausalLM(oelm.OelmGPTConfig(**SIZES)))(**inputs, use_cache=False)
     model = fast(oelm.OelmGPTForSequenceClassification(oelm.OelmGPTConfig(**SIZES, attention_dropout=0.1)))
-    with pytest.raises(UserError, match="attention dropout"):
-        model.train()(**inputs)
     assert model.eval()(**inputs).logits.shape == (2, 3)  # nothing is dropped while measuring
     with pytest.raises(UserError, match="positions"):
         model(**packed(texts([3, 4]), longest=10_000))

@@ -12,15 +12,11 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm.config import make_config
 from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
-from oelm.data.tasks import make_objective
-from oelm.models.build import build_model
 from oelm.speed import step as fast_step
 from oelm.speed.adamw import coast
 from oelm.speed.live_rows import live_weights, set_aside
 from oelm.speed.row_windows import RowWindows
 from oelm.training.loop import train
-from oelm.training.parallel import process_state
-from oelm.training.resolve import resolve_run
 from tests.data.made import write_csv
 
 WORDS = 600
@@ -137,29 +133,6 @@ def test_missed_steps_are_training_and_their_time_is_counted(store, tmp_path, mo
     monkeypatch.setattr(RowWindows, "fold", watch)
     train(config(), store, tmp_path / "run", show=False)
     assert (True, False) in found and (False, True) in found and (True, True) not in found
-
-
-def test_training_goes_on_from_other_weights_with_the_moments_it_has(store, tmp_path, monkeypatch):
-    """Weights loaded in the middle of a window, as a caller may."""
-    found = []
-    for windows in (True, False):
-        if not windows:
-            monkeypatch.setattr(fast_step, "make_windows", lambda *_: None)
-        objective = make_objective(store, 8, 0.0, "none")
-        asked = config(clip=0)
-        raw, _ = build_model(asked, store)
-        state = process_state()
-        made = fast_step.FastStep(resolve_run(asked, objective, state.device), objective, raw, state)
-        raw.train()
-        plan = objective.plan("train", 4, None, 1).epoch(0)
-        for step in range(20):
-            if step == 5:
-                raw.load_state_dict({name: value * 0.5 for name, value in raw.state_dict().items()})
-            made.take(step, plan, step)
-        found.append(made.capture())
-    for mine, theirs in zip(*found, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
 class Texts:

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 import oelm
 from oelm.errors import UserError
-from oelm.speed.forward import FastForward
+from tests.speed.test_forward import installed
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -26,7 +26,7 @@ def test_value_only_attention_passes_gradients_through_values_alone(head, padded
         mask[1, 6:] = 0
     attention = {"attention_mask": mask} if padded else {}
     more = {"skip_logits": False, "use_cache": False} if head == "causal" else {}
-    with FastForward(model, kernels=False).installed() if fast else nullcontext():
+    with installed(model) if fast else nullcontext():
         model(ids, **attention, **more).logits.square().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert not any("q_proj" in name or "k_proj" in name for name in found)

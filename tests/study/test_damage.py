@@ -30,12 +30,10 @@ from oelm.training.status import find_runs, run_status
 from tests.data.made import labelled
 from tests.study import report_folders
 from tests.study.damage import (
-    ARRAYS,
     FILES,
     GONE,
     TEXTS,
     VALUES,
-    change_array,
     change_value,
     contents,
     keys,
@@ -110,42 +108,6 @@ def test_a_dataset_with_checksums(world: Path, tmp_path: Path, file: str, kind: 
     before = contents(folder, but=folder / file)
     assert isinstance(survives(lambda: _use(folder), file, str(folder)), UserError)
     assert contents(folder, but=folder / file) == before
-
-
-@pytest.fixture(scope="module")
-def old(world: Path) -> Path:
-    """The dataset as an earlier version made it."""
-    folder = world / "old"
-    shutil.copytree(world / "store", folder)
-    meta = json.loads((folder / "store.json").read_text())
-    (folder / "store.json").write_text(
-        json.dumps({key: value for key, value in meta.items() if key not in ("checksums", "digest")})
-    )
-    return folder
-
-
-@pytest.mark.parametrize("kind", [*FILES, *TEXTS])
-@pytest.mark.parametrize("file", STORE_FILES)
-def test_a_dataset_without_checksums(old: Path, tmp_path: Path, file: str, kind: str) -> None:
-    folder = linked(old, tmp_path / "store")
-    (FILES | TEXTS)[kind](folder / file)
-    survives(lambda: (_use(folder), open_store(folder).tokenizer()), file.partition("/")[0], str(folder))
-
-
-@pytest.mark.parametrize("kind", [*VALUES, GONE])
-def test_a_manifest_whose_values_are_wrong(old: Path, tmp_path: Path, kind: str) -> None:
-    for number, place in enumerate(keys(json.loads((old / "store.json").read_text()))):
-        folder = linked(old, tmp_path / str(number))
-        change_value(folder / "store.json", place, kind)
-        survives(lambda folder=folder: _use(folder), str(folder))
-
-
-@pytest.mark.parametrize("kind", ARRAYS)
-@pytest.mark.parametrize("column", ["labels", "tokens", "offsets", "ids"])
-def test_columns_whose_values_are_wrong(old: Path, tmp_path: Path, column: str, kind: str) -> None:
-    folder = linked(old, tmp_path / "store")
-    change_array(folder / f"train.{column}.npy", kind)
-    survives(lambda: _use(folder), f"train.{column}.npy")
 
 
 @pytest.mark.parametrize("kind", [*FILES, *TEXTS])

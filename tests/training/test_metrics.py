@@ -53,14 +53,6 @@ def test_a_class_nobody_has_or_predicts_still_counts_for_macro_f1() -> None:
     assert scores["f1_macro"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("truth", "found"), [([], []), ([0], [0, 1]), ([2], [0]), ([0], [2]), ([-1], [0]), ([-100, 0], [0, 0])]
-)
-def test_classification_refuses_what_it_cannot_count(truth: list[int], found: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"nothing to measure|one for each|is outside 0\.\.1"):
-        classification(truth, found, 2)
-
-
 @given(st.floats(0, 700), st.integers(1, 10**12), st.integers(1, 10**13))
 def test_the_three_language_figures_say_the_same(loss: float, tokens: int, num_bytes: int) -> None:
     scores = language(loss * tokens, tokens, num_bytes)
@@ -79,12 +71,6 @@ def test_perplexity_does_not_overflow_and_nan_stays_visible() -> None:
     assert math.isfinite(language(709.0, 1, 1)["perplexity"])
     assert language(1e6, 1, 1)["perplexity"] == math.inf
     assert math.isnan(language(math.nan, 1, 1)["perplexity"])
-
-
-@pytest.mark.parametrize(("tokens", "size"), [(0, 1), (1, 0)])
-def test_language_needs_tokens_and_bytes(tokens: int, size: int) -> None:
-    with pytest.raises(ValueError, match="nothing to measure"):
-        language(1.0, tokens, size)
 
 
 # Worked by hand from conlleval's rules; 43,561 random cases were also compared with seqeval 1.2.2.
@@ -157,13 +143,6 @@ def test_a_perfect_tagger_is_perfect_and_an_entity_ends_with_its_sequence(rows: 
 def test_other_tags_have_no_entities() -> None:
     assert tagging([["NN", "VB"], ["DT"]], [["NN", "NN"], ["DT"]]) == {"token_accuracy": pytest.approx(2 / 3)}
     assert tagging([["O", "B-A"]], [["O", "NN"]]) == {"token_accuracy": 0.5}
-
-
-def test_tagging_refuses_sequences_of_different_lengths() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has 1 tags and 2 predictions"):
-        tagging([["O"], ["O"]], [["O"], ["O", "O"]])
-    with pytest.raises(ValueError, match="2 items and 1 predictions"):
-        tagging([["O"], ["O"]], [["O"]])
 
 
 @pytest.mark.parametrize(

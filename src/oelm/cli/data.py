@@ -27,8 +27,7 @@ def list_tasks(as_json: options.AsJson = False) -> None:
         return
     for task in TASKS.values():
         hub = task.hub.path + (f" ({task.hub.config})" if task.hub.config else "") if task.hub else "-"
-        tried = "" if task.tried_on_hub or not task.hub else ", not tried on the hub"
-        say(f"{task.name:<14} {task.kind:<21} {task.metric:<15} {hub}{tried}")
+        say(f"{task.name:<14} {task.kind:<21} {task.metric:<15} {hub}")
 
 
 @app.command()

@@ -267,7 +267,7 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    def picture() -> Group:
+    def picture() -> Any:
         return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
 
     screen = console()

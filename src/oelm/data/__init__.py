@@ -14,36 +14,12 @@ A corpus is read in windows: `windows = Windows(train, 512)`, `Plan(windows.leng
 numpy, so a store can be made here and trained on elsewhere.
 """
 
-from oelm.data.assemble import Packed, Padded, WindowBatch, Windows, packed_batch, padded_batch
+from oelm.data.assemble import Windows, packed_batch, padded_batch
 from oelm.data.batches import Epoch, Plan
-from oelm.data.catalogue import TASKS, Task, get_task
-from oelm.data.choice import Choice
-from oelm.data.dataset import Dataset
-from oelm.data.preparation import prepare
+from oelm.data.catalogue import TASKS
+from oelm.data.preparation import Choice, prepare
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import IGNORE, Split, Store, open_store
-from oelm.data.tokenizer import Encoder
 
-__all__ = [
-    "IGNORE",
-    "TASKS",
-    "Choice",
-    "Dataset",
-    "Encoder",
-    "Epoch",
-    "Packed",
-    "Padded",
-    "Plan",
-    "Split",
-    "Store",
-    "Task",
-    "WindowBatch",
-    "Windows",
-    "get_task",
-    "load_file",
-    "load_task",
-    "open_store",
-    "packed_batch",
-    "padded_batch",
-    "prepare",
-]
+__all__ = ["IGNORE", "TASKS", "Choice", "Epoch", "Plan", "Split", "Store", "Windows"]
+__all__ += ["load_file", "load_task", "open_store", "packed_batch", "padded_batch", "prepare"]

@@ -40,7 +40,7 @@ class Padded:
     ids: Array  # (B,) the items' ids in the store
     input_ids: torch.Tensor  # (B, L)
     attention_mask: torch.Tensor  # (B, L) 1 = token, 0 = padding
-    labels: torch.Tensor | None = None  # (B,) classes, (B, L) tags, or (B, T) targets
+    labels: torch.Tensor | None = None  # (B,) classes or values, (B, L) tags, or (B, T) targets
     token_type_ids: torch.Tensor | None = None  # (B, L)
     start_positions: torch.Tensor | None = None  # (B,) question answering
     end_positions: torch.Tensor | None = None  # (B,)
@@ -49,6 +49,11 @@ class Padded:
         """What a Hugging Face model is called with, the labels aside."""
         named = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return named if self.token_type_ids is None else named | {"token_type_ids": self.token_type_ids}
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """What is to be learned, by name."""
+        named = {"labels": self.labels, "start": self.start_positions, "end": self.end_positions}
+        return {name: values for name, values in named.items() if values is not None}
 
 
 @dataclass
@@ -60,12 +65,7 @@ class Packed:
     position_ids: torch.Tensor  # (N,) from 0 in every item
     cu_seqlens: torch.Tensor  # (B + 1,) int32
     longest: int
-    labels: torch.Tensor | None = None  # (B,) classes, or (N,) tags
-    token_type_ids: torch.Tensor | None = None  # (N,)
-
-    def unpack(self) -> list[torch.Tensor]:
-        """The items' tokens one by one."""
-        return list(torch.split(self.input_ids, torch.diff(self.cu_seqlens).tolist()))
+    labels: torch.Tensor | None = None  # (B,) classes
 
 
 def round_up(n: int) -> int:
@@ -111,7 +111,7 @@ def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
     return ranges(starts, lengths), lengths
 
 
-def _padded(flat: Array, lengths: Array, fill: int, widest: int | None) -> tuple[Array, Array]:
+def pad_rows(flat: Array, lengths: Array, fill: int, widest: int | None = None) -> tuple[Array, Array]:
     """Values that lie end to end as rows (B, L), and where in them they are."""
     longest = int(lengths.max())
     width = longest if widest is None else max(longest, min(round_width(longest), widest))
@@ -141,10 +141,6 @@ def packed_batch(split: Split, items: Array) -> Packed:
     )
     if split.has("labels"):
         batch.labels = torch.from_numpy(split.labels[items])
-    if split.has("tags"):
-        batch.labels = _long(split.tags[places])
-    if split.second is not None:
-        batch.token_type_ids = _long(positions >= np.repeat(split.second[items], lengths))
     return batch
 
 
@@ -152,16 +148,18 @@ def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = N
     """The items of a share, padded to their own longest; with `widest`, to round widths up to that, so that
     few shapes occur."""
     places, lengths = _gather(split.offsets, items)
-    tokens, real = _padded(split.tokens[places], lengths, pad_id, widest)
+    tokens, real = pad_rows(split.tokens[places], lengths, pad_id, widest)
     position = np.arange(real.shape[1])
     batch = Padded(ids=split.ids[items], input_ids=torch.from_numpy(tokens), attention_mask=_long(real))
     if split.has("labels"):
         batch.labels = torch.from_numpy(split.labels[items])
+    if split.has("values"):
+        batch.labels = torch.from_numpy(np.array(split.values[items]))
     if split.has("tags"):
-        batch.labels = torch.from_numpy(_padded(split.tags[places], lengths, IGNORE, widest)[0])
+        batch.labels = torch.from_numpy(pad_rows(split.tags[places], lengths, IGNORE, widest)[0])
     if split.has("target_tokens"):
         places, lengths = _gather(split.target_offsets, items)
-        batch.labels = torch.from_numpy(_padded(split.target_tokens[places], lengths, IGNORE, widest)[0])
+        batch.labels = torch.from_numpy(pad_rows(split.target_tokens[places], lengths, IGNORE, widest)[0])
     if split.second is not None:
         batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
     if split.has("starts"):
@@ -170,11 +168,9 @@ def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = N
     return batch
 
 
-@dataclass
-class WindowBatch:
+class WindowBatch(NamedTuple):
     """Windows of a stream. `targets` are the inputs moved by one: no model needs to shift them again."""
 
-    ids: Array  # (B,) numbers of the windows
     input_ids: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T), IGNORE after the end of the stream
 
@@ -209,18 +205,9 @@ class Windows:
         """What `Plan` wants to know: all windows count as equally long."""
         return np.broadcast_to(np.int64(self.size), len(self))
 
-    @property
-    def targets(self) -> int:
-        """How many tokens all windows together predict."""
-        return min(len(self) * self.size, len(self.split.tokens) - 1)
-
-    def groups(self) -> Array | None:
-        """Per window the number of the document in which its first target lies; None in an older store.
-
-        Documents in which no window begins are not counted.
-        """
-        if not self.split.has("documents"):
-            return None
+    def groups(self) -> Array:
+        """Per window the number of the document in which its first target lies. Documents in which no window
+        begins are not counted."""
         first = np.arange(len(self)) * self.size + 1
         documents = np.searchsorted(self.split.column("documents"), first, side="right")
         return np.unique(documents, return_inverse=True)[1]
@@ -231,9 +218,7 @@ class Windows:
         last = len(self.split.tokens) - 1
         tokens = self.split.tokens[np.minimum(places, last)].astype(np.int64)
         targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE)
-        return WindowBatch(
-            np.asarray(items), torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
-        )
+        return WindowBatch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets))
 
 
 def _long(values: Array) -> torch.Tensor:

@@ -48,8 +48,7 @@ class Epoch:
 class Plan:
     """How items of these lengths become batches.
 
-    Give `batch_size` (items) or `batch_tokens`. `packed=False` puts items of similar length together and
-    counts padding against the budget; `packed=True` leaves items in random order and counts real tokens.
+    Give `batch_size` (items) or `batch_tokens` (padding included); items of similar length are put together.
     `seed=None` is the order of evaluation: fixed, longest last.
     """
 
@@ -57,7 +56,6 @@ class Plan:
     batch_size: int | None = None
     batch_tokens: int | None = None
     seed: int | None = None
-    packed: bool = False
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_tokens is None):
@@ -82,67 +80,39 @@ class Plan:
         if self.batch_size is not None:
             steps = -(-n // self.batch_size)
             bounds = np.arange(steps + 1, dtype=np.int64) * n // steps
-            if self.seed is not None and not self.packed:
-                order = self._sort_chunks(order, bounds)
+            if self.seed is not None:  # sort by length within runs of batches
+                run = np.repeat(np.arange(steps) // _run(steps), np.diff(bounds))
+                order = order[np.lexsort((self.lengths[order], run))]
             batches = Epoch(order, bounds)
         else:
             batches = self._by_tokens(order)
         return batches if self.seed is None else _shuffled(batches, self.seed, epoch)
 
-    def _sort_chunks(self, order: Array, bounds: Array) -> Array:
-        """Sort by length within runs of batches."""
-        run = np.repeat(np.arange(len(bounds) - 1) // _run(len(bounds) - 1), np.diff(bounds))
-        return order[np.lexsort((self.lengths[order], run))]
-
     def _by_tokens(self, order: Array) -> Epoch:
         budget = self.batch_tokens or 0
         mean = max(1.0, float(self.lengths.mean()))
-        # Items in random order need no sorting, and in evaluation all are sorted already: one chunk.
-        whole = self.packed or self.seed is None
         steps = int(self.lengths.sum()) // budget
-        size = len(order) if whole else max(1, int(_run(steps) * budget / mean))
+        # In evaluation all are sorted already: one chunk.
+        size = len(order) if self.seed is None else max(1, int(_run(steps) * budget / mean))
         done: list[Array] = []
         cuts: list[int] = []  # lengths of batches
         rest = order[:0]
         for start in range(0, len(order), size):
             items = np.concatenate([rest, order[start : start + size]])
-            if not self.packed:
-                items = items[np.argsort(self.lengths[items], kind="stable")]
-            ends = self._greedy(self.lengths[items], budget)
-            if start + size < len(order) and len(ends) > 1:
-                ends.pop()  # its last batch is not full: those items join the next chunk
-            elif start + size >= len(order):
-                self._even_out(ends, self.lengths[items], budget)
+            items = items[np.argsort(self.lengths[items], kind="stable")]
+            lengths = self.lengths[items]
+            ends = fill_batches(lengths, budget)
+            if start + size < len(order):
+                if len(ends) > 1:
+                    ends.pop()  # its last batch is not full: those items join the next chunk
+            elif len(ends) > 1:  # let the last two batches share their items, so that the last is not a rest
+                begin, end = (ends[-3] if len(ends) > 2 else 0), ends[-1]
+                last = min((end - begin) // 2, budget // int(lengths[end - 1]))
+                ends[-2] = min(ends[-2], end - last)
             rest = items[ends[-1] :]
             done.append(items[: ends[-1]])
             cuts.extend(np.diff([0, *ends]).tolist())
         return Epoch(np.concatenate(done), np.concatenate([[0], np.cumsum(cuts)]).astype(np.int64))
-
-    def _greedy(self, lengths: Array, budget: int) -> list[int]:
-        """Ends of batches that are as full as the budget allows (lengths ascend unless packed)."""
-        ends: list[int] = []
-        total = np.concatenate([[0], np.cumsum(lengths)])
-        start = 0
-        while start < len(lengths):
-            if self.packed:
-                end = int(np.searchsorted(total, total[start] + budget, side="right")) - 1
-            else:
-                end = start + _longest_run(lengths[start : start + budget], budget)
-            ends.append(end)
-            start = end
-        return ends
-
-    def _even_out(self, ends: list[int], lengths: Array, budget: int) -> None:
-        """Let the last two batches share their items, so that the last one is not a rest."""
-        if len(ends) < 2:
-            return
-        start, end = (ends[-3] if len(ends) > 2 else 0), ends[-1]
-        if self.packed:
-            tail = np.cumsum(lengths[start:end][::-1])
-            last = int(np.searchsorted(tail, tail[-1] / 2, side="right"))
-        else:
-            last = min((end - start) // 2, budget // int(lengths[end - 1]))
-        ends[-2] = min(ends[-2], end - last)
 
     def check(self, parts: int) -> None:
         """Refuse, before the first step, batches that might leave one of `parts` without an item."""
@@ -187,16 +157,16 @@ def _run(steps: int) -> int:
     return min(CHUNK, max(1, steps // 4))
 
 
-def _longest_run(lengths: Array, budget: int) -> int:
-    """How many of these ascending lengths fit into the budget when padded to the longest taken."""
-    low, high = 1, len(lengths)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle * int(lengths[middle - 1]) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def fill_batches(lengths: Array, budget: int) -> list[int]:
+    """Ends of batches of ascending lengths, as full as the budget allows when padded to their longest."""
+    ends: list[int] = []
+    start = 0
+    while start < len(lengths):
+        some = lengths[start : start + budget // max(1, int(lengths[start]))].astype(np.int64)
+        fits = np.arange(1, len(some) + 1) * some <= budget  # true, then false: the product ascends
+        start += max(1, int(fits.sum()))
+        ends.append(start)
+    return ends
 
 
 def _shuffled(batches: Epoch, seed: int, epoch: int) -> Epoch:

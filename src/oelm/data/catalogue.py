@@ -28,8 +28,7 @@ class Task:
     splits, or HELD_OUT.
 
     `columns` maps our roles (text, text_pair, label, tokens, tags, ...) to the source's columns;
-    `group` says which rows must not be parted by the held-out split. `tried_on_hub` stays False until
-    somebody has loaded the task from the hub with this package.
+    `group` says which rows must not be parted by the held-out split.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Task:
     drop_unlabelled: bool = False  # rows labelled -1 are dropped and counted, not refused
     group: str | None = None  # "contains": phrases within one another; "text": equal first texts
     separate: bool = True  # a corpus: rows are documents (True) or the lines of one stream (False)
-    tried_on_hub: bool = False
     train_on: dict[str, tuple[str, ...]] = field(default_factory=dict)  # choices: name -> task names
 
 

@@ -7,8 +7,6 @@ import numpy as np
 from oelm.data.store import Split, Store
 from oelm.system.messages import read_notice
 
-BAR = 30  # characters of the longest bar in a histogram
-
 
 def describe(store: Store) -> dict[str, Any]:
     """Sizes, class balance, lengths, truncation, duplicates, dropped rows and warnings, as plain data."""
@@ -47,17 +45,7 @@ def _describe_split(store: Store, split: Split) -> dict[str, Any]:
 def _describe_lengths(split: Split, prefix: str, lengths: np.ndarray) -> dict[str, Any]:
     quantiles = {f"{prefix}length_{q}": int(np.quantile(lengths, q / 100)) for q in (50, 90, 100)}
     cut = split.meta[f"{prefix}truncated"] / len(split)
-    return {f"{prefix}truncated_share": cut, f"{prefix}lengths": histogram(lengths), **quantiles}
-
-
-def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """(upper bound, items) for bins that double: up to 8, 16, 32, ... tokens, to the longest."""
-    longest = int(lengths.max())
-    bounds = [8]
-    while bounds[-1] < longest:
-        bounds.append(bounds[-1] * 2)
-    counts = np.bincount(np.searchsorted(bounds, lengths), minlength=len(bounds))
-    return [(bound, int(count)) for bound, count in zip(bounds, counts, strict=True)]
+    return {f"{prefix}truncated_share": cut, **quantiles}
 
 
 def render(report: dict[str, Any]) -> str:
@@ -77,16 +65,16 @@ def render(report: dict[str, Any]) -> str:
 def _render_split(
     name: str, split: dict[str, Any], max_length: int, max_target_length: int | None
 ) -> list[str]:
-    unit = "items" if "lengths" in split else "rows"
+    unit = "items" if "length_50" in split else "rows"
     size = f"{split['items']:,} {unit}, {split['tokens']:,} tokens, {split['bytes']:,} bytes of text"
-    if "lengths" not in split:
+    if "length_50" not in split:
         return [f"{name}: {size}, {split['bytes_per_token']:.2f} bytes a token"]
     if max_target_length is None:
-        lines = [f"{name}: {size}", *_render_lengths(split, "", "an item", max_length)]
+        lines = [f"{name}: {size}", _render_lengths(split, "", "an item", max_length)]
     else:
         written = f"{split['target_tokens']:,} tokens, {split['target_bytes']:,} bytes of targets"
-        lines = [f"{name}: {size}; {written}", *_render_lengths(split, "", "a source", max_length)]
-        lines += _render_lengths(split, "target_", "a target", max_target_length)
+        lines = [f"{name}: {size}; {written}", _render_lengths(split, "", "a source", max_length)]
+        lines.append(_render_lengths(split, "target_", "a target", max_target_length))
     if numbers := [f"{key[6:]} {value:.4g}" for key, value in split.items() if key.startswith("label_")]:
         lines.append(f"  labels: {', '.join(numbers)}")
     total = sum(split.get("class_counts", {}).values())
@@ -95,14 +83,9 @@ def _render_split(
     return lines
 
 
-def _render_lengths(split: dict[str, Any], prefix: str, what: str, limit: int) -> list[str]:
+def _render_lengths(split: dict[str, Any], prefix: str, what: str, limit: int) -> str:
     median, most_of, longest = (split[f"{prefix}length_{q}"] for q in (50, 90, 100))
-    lines = [
+    return (
         f"  tokens {what}: median {median}, 90 % up to {most_of}, longest {longest}; "
         f"{split[f'{prefix}truncated_share']:.1%} cut at {limit}"
-    ]
-    bins = split[f"{prefix}lengths"]
-    most = max(count for _, count in bins)
-    for bound, count in bins:
-        lines.append(f"  {'up to ' + str(bound):>12} {count:>9,} {'#' * round(BAR * count / most)}")
-    return lines
+    )

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.files import Chunk, Source
-from oelm.data.shuffle import text_key
-from oelm.data.splits import hold_out_phrases, take_groups, take_stratified
+from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 from oelm.system.messages import Notice, notice
@@ -27,13 +26,11 @@ class Part:
     source: Source
     columns: dict[str, str]  # role -> column
     role: str  # the split its rows belong to, unless held out
-    keys: Array = field(
-        default_factory=lambda: np.zeros(0, dtype=np.uint64)
-    )  # one per row: equal = duplicate
-    groups: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))  # equal = never parted
-    numbers: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the groups in a split
-    labels: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    split: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int8))  # index into SPLITS, or DROPPED
+    keys: Array = field(init=False)  # one per row: equal = duplicate
+    groups: Array = field(init=False)  # equal = never parted
+    numbers: Array = field(init=False)  # of the groups in a split
+    labels: Array = field(init=False)
+    split: Array = field(init=False)  # index into SPLITS, or DROPPED
     values: list[Any] = field(default_factory=list)  # labels as the source has them, until they are numbers
 
     def rows(self) -> Iterator[tuple[int, Chunk]]:
@@ -56,9 +53,7 @@ class Dataset:
     label_names: list[str]
     identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
     separate: bool = True  # a corpus: are rows documents?
-    held_out: dict[str, float] = field(
-        default_factory=dict
-    )  # a corpus: split -> share of the training documents
+    held_out: dict[str, float] = field(default_factory=dict)  # a corpus: split -> share of its documents
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
@@ -69,17 +64,12 @@ class Dataset:
             {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
             for part in self.parts
         ]
-        return {
-            "version": VERSION,
-            "kind": self.kind,
-            "labels": self.label_names,
-            "sources": sources,
-            **self.identity,
-        }
+        about = {"version": VERSION, "kind": self.kind, "labels": self.label_names, "sources": sources}
+        return about | self.identity
 
     def sizes(self) -> dict[str, int]:
         """Rows per split (not of a corpus, which is counted while it is written)."""
-        codes = np.concatenate([part.split for part in self.parts])
+        codes = joined(self.parts, "split")
         return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
 
     def drop(self, part: Part, mask: Array, why: str) -> None:
@@ -145,66 +135,61 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
                 ) from None
 
 
-def training_rows(dataset: Dataset) -> tuple[list[Part], Array, Array, Array]:
-    """The parts that train, and over all of them keys, labels and who is in train now."""
-    parts = [part for part in dataset.parts if part.role == "train"]
-    keys = np.concatenate([part.keys for part in parts])
-    labels = np.concatenate([part.labels for part in parts])
-    return parts, keys, labels, np.concatenate([part.split for part in parts]) == 0
+def joined(parts: list[Part], name: str) -> Array:
+    """An array of several parts, end to end."""
+    return np.concatenate([getattr(part, name) for part in parts])
 
 
-def move(parts: list[Part], mask: Array, code: int) -> None:
-    """Give the rows of a mask over several parts to another split (or to none)."""
-    start = 0
-    for part in parts:
-        part.split[mask[start : start + len(part.split)]] = code
-        start += len(part.split)
+def spread(parts: list[Part], name: str, values: Array) -> None:
+    """Give every part its share of an array over several parts."""
+    ends = np.cumsum([len(part.keys) for part in parts])
+    for part, piece in zip(parts, np.split(values, ends[:-1]), strict=True):
+        setattr(part, name, piece)
 
 
 def hold_out(dataset: Dataset, split: str, share: float, seed: int, group: str | None = None) -> None:
     """Move a share of the training rows to another split: stratified, or in whole groups."""
-    parts, keys, labels, free = training_rows(dataset)
-    rows = np.flatnonzero(free)
-    mask = np.zeros(len(free), dtype=bool)
+    parts = [part for part in dataset.parts if part.role == "train"]
+    codes = joined(parts, "split")
+    rows = np.flatnonzero(codes == 0)
+    keys = joined(parts, "keys")[rows]
     if group == "contains":
         phrases = [text for part in parts for _, chunk in part.rows() for text in chunk["text"]]
-        held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys[rows])
-        mixed = np.zeros(len(free), dtype=bool)
-        mixed[rows[both]] = True
-        dataset.dropped["mixed_phrases"] = int(mixed.sum())
-        move(parts, mixed, DROPPED)
-        mask[rows[held]] = True
+        held, both = hold_out_phrases([phrases[row] for row in rows], share, seed, keys)
+        dataset.dropped["mixed_phrases"] = int(both.sum())
+        codes[rows[both]] = DROPPED
     elif group == "text":
-        groups = np.concatenate([part.groups for part in parts])
-        mask[rows] = take_groups(groups[rows], groups[rows], share, seed)
+        held = take_groups(joined(parts, "groups")[rows], share, seed)
     else:
-        size = max(round(share * len(rows)), len(np.unique(labels[rows])))
-        mask[rows] = take_stratified(keys[rows], labels[rows], size, seed)
-    move(parts, mask, SPLITS.index(split))
+        labels = joined(parts, "labels")[rows]
+        held = take_stratified(keys, labels, max(round(share * len(rows)), len(np.unique(labels))), seed)
+    codes[rows[held]] = SPLITS.index(split)
+    spread(parts, "split", codes)
 
 
 def cut_train(dataset: Dataset, size: int, seed: int) -> None:
     """Keep a nested, stratified subset of the training rows: a larger size keeps these and adds others."""
-    parts, keys, labels, free = training_rows(dataset)
-    rows = np.flatnonzero(free)
-    classes = len(np.unique(labels[rows]))
+    parts = [part for part in dataset.parts if part.role == "train"]
+    codes = joined(parts, "split")
+    rows = np.flatnonzero(codes == 0)
+    labels = joined(parts, "labels")[rows]
+    classes = len(np.unique(labels))
     if not max(1, classes) <= size <= len(rows):
         raise UserError(
             f"train_size {size} does not fit {dataset.name}: it has {len(rows)} training rows"
             + (f" in {classes} classes" if classes > 1 else "")
         )
-    mask = np.zeros(len(free), dtype=bool)
-    mask[rows] = ~take_stratified(keys[rows], labels[rows], size, seed)
-    move(parts, mask, DROPPED)
-    if mask.any():
-        dataset.dropped["beyond_train_size"] = int(mask.sum())
+    codes[rows[~take_stratified(joined(parts, "keys")[rows], labels, size, seed)]] = DROPPED
+    spread(parts, "split", codes)
+    if size < len(rows):
+        dataset.dropped["beyond_train_size"] = len(rows) - size
 
 
 def finish(dataset: Dataset) -> None:
-    """The checks that need all splits: none empty, classes present, duplicates counted."""
-    codes = np.concatenate([part.split for part in dataset.parts])
-    keys = np.concatenate([part.keys for part in dataset.parts])
-    labels = np.concatenate([part.labels for part in dataset.parts])
+    """What needs all splits: none is empty, classes are present, duplicates counted, groups numbered."""
+    import pandas
+
+    codes, keys, labels = (joined(dataset.parts, name) for name in ("split", "keys", "labels"))
     for code, split in enumerate(SPLITS):
         if not (codes == code).any():
             raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")
@@ -221,21 +206,83 @@ def finish(dataset: Dataset) -> None:
             dataset.warnings.append(notice("data.dropped", count=count, why=why))
     for part in dataset.parts:
         part.values.clear()
-    _number_groups(dataset.parts)
-
-
-def _number_groups(parts: list[Part]) -> None:
-    """Number the groups of each split 0, 1, ... in the order in which they first appear."""
-    codes = np.concatenate([part.split for part in parts])
-    groups = np.concatenate([part.groups for part in parts])
+    groups = joined(dataset.parts, "groups")
     numbers = np.zeros(len(groups), dtype=np.int64)
-    for code in range(len(SPLITS)):
-        rows = codes == code
-        _, first, inverse = np.unique(groups[rows], return_index=True, return_inverse=True)
-        place = np.empty(len(first), dtype=np.int64)
-        place[np.argsort(first)] = np.arange(len(first))
-        numbers[rows] = place[inverse]
-    start = 0
-    for part in parts:
-        part.numbers = numbers[start : start + len(part.groups)]
-        start += len(part.groups)
+    for code in range(len(SPLITS)):  # 0, 1, ... in each split, in the order in which they first appear
+        numbers[codes == code] = pandas.factorize(groups[codes == code])[0]
+    spread(dataset.parts, "numbers", numbers)
+
+
+# Which rows are held out: functions of the texts, the labels and a seed, never of the order of the rows.
+
+
+def take_stratified(keys: Array, labels: Array, size: int, seed: int) -> Array:
+    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows.
+
+    First one row of each class, so that no class is missing; then row number r of the n rows of its
+    class at the place (r + 1/2) / n. `keys` (one per text) and the seed decide r.
+    """
+    mixed = shuffle_keys(keys, seed)
+    by_class = np.lexsort((mixed, labels))
+    counts = np.bincount(labels)
+    rank = np.empty(len(labels), dtype=np.int64)
+    rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = (rank + 0.5) / np.maximum(counts[labels], 1)
+    mask = np.zeros(len(labels), dtype=bool)
+    mask[np.lexsort((mixed, place, rank > 0))[:size]] = True
+    return mask
+
+
+def take_groups(groups: Array, share: float, seed: int) -> Array:
+    """A mask of about `share` of the rows in whole groups: rows of one group are never parted."""
+    names, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(shuffle_keys(names, seed), kind="stable")
+    taken = np.zeros(len(names), dtype=bool)
+    taken[order[np.cumsum(sizes[order]) <= max(share * len(groups), sizes[order[:1]].sum())]] = True
+    return taken[group]
+
+
+def hold_out_phrases(phrases: list[str], share: float, seed: int, keys: Array) -> tuple[Array, Array]:
+    """Masks (held out, dropped) for a set whose rows are phrases of one another.
+
+    A root is a phrase that lies in no other; roots stand for sentences. About `share` of them are held
+    out with every phrase that lies only in them. A phrase that lies in roots of both sides belongs to
+    neither and is dropped. So no held-out phrase contains, or is contained in, a training phrase.
+    """
+    texts = [" ".join(phrase.split()) for phrase in phrases]
+    unique = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    first_key = np.zeros(len(unique), dtype=np.uint64)
+    index = np.array([unique[text] for text in texts], dtype=np.int64)
+    first_key[index] = keys
+    inside = _contained_by_root(list(unique), unique)
+    roots = np.fromiter(inside, dtype=np.int64, count=len(inside))
+    held = np.zeros(len(unique), dtype=bool)
+    kept = np.zeros(len(unique), dtype=bool)
+    order = roots[np.argsort(shuffle_keys(first_key[roots], seed), kind="stable")]
+    for place, root in enumerate(order.tolist()):
+        side = held if place < share * len(order) else kept
+        side[root] = True
+        side[inside[root]] = True
+    return (held & ~kept)[index], (held & kept)[index]
+
+
+def _contained_by_root(texts: list[str], unique: dict[str, int]) -> dict[int, list[int]]:
+    """For each root the phrases inside it. Longest first, so that only roots are ever taken apart."""
+    inside: dict[int, list[int]] = {}
+    contained = np.zeros(len(texts), dtype=bool)
+    for i in sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i])):
+        if contained[i]:
+            continue
+        text = texts[i]
+        gaps = [at for at, letter in enumerate(text) if letter == " "]
+        starts, ends = [0, *(at + 1 for at in gaps)], [*gaps, len(text)]
+        found = {
+            unique[part]
+            for first, start in enumerate(starts)
+            for end in ends[first:]
+            if (part := text[start:end]) in unique
+        }
+        found.discard(i)
+        inside[i] = sorted(found)
+        contained[inside[i]] = True
+    return inside

@@ -9,6 +9,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from oelm.system.library_errors import first_line, is_out_of_memory
 
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
 CHUNK_ROWS = 256
+CONTENT = {  # what the first bytes of a file give away
+    b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"PK\x03\x04": "a zip archive or an Excel workbook",
+    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"%PDF": "PDF",
+}  # fmt: skip
 
 
 class Source(ABC):
@@ -108,28 +113,19 @@ class CsvSource(FileSource):
             raise UserError(f"{self.name} is empty: the first line must name the columns")
         self._require(header, columns)
         for column in columns:
-            if header.count(column) > 1:
-                raise UserError(
-                    f"{self.name} has {header.count(column)} columns named {column!r}; rename them"
-                )
-        places = [header.index(column) for column in columns]
-        chunk: list[list[str]] = []
-        row = 0
-        for fields in reader:
-            if not fields:  # a blank line
-                continue
-            row += 1
-            if len(fields) != len(header):
-                raise UserError(
-                    f"{self.name}, row {row} (line {reader.line_num}): {len(fields)} fields where the header "
-                    f"has {len(header)}; a text that contains the separator needs quotes around it"
-                )
-            chunk.append(fields)
-            if len(chunk) == CHUNK_ROWS:
-                yield {c: [f[p] for f in chunk] for c, p in zip(columns, places, strict=True)}
-                chunk = []
-        if chunk:
-            yield {c: [f[p] for f in chunk] for c, p in zip(columns, places, strict=True)}
+            if (count := header.count(column)) > 1:
+                raise UserError(f"{self.name} has {count} columns named {column!r}; rename them")
+        rows = ((reader.line_num, fields) for fields in reader if fields)  # not a blank line
+        first = 1
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for row, (line, fields) in enumerate(chunk, first):
+                if len(fields) != len(header):
+                    raise UserError(
+                        f"{self.name}, row {row} (line {line}): {len(fields)} fields where the header has "
+                        f"{len(header)}; a text that contains the separator needs quotes around it"
+                    )
+            yield {column: [fields[header.index(column)] for _, fields in chunk] for column in columns}
+            first += len(chunk)
 
     def _delimiter(self, header: str) -> str:
         if self.paths[0].suffix.lower() == ".tsv":
@@ -143,33 +139,22 @@ class JsonlSource(FileSource):
     """JSON lines: one object per line, in UTF-8."""
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
-        path = self.paths[0]
-        chunk: Chunk = {column: [] for column in columns}
-        rows = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.strip():
-                    continue
-                record = self._record(line, number)
-                for column in columns:
-                    if column not in record:
-                        raise UserError(
-                            f"{path}, line {number} has no {column!r}; it has: {', '.join(record)}"
-                        )
-                    chunk[column].append(record[column])
-                rows += 1
-                if rows % CHUNK_ROWS == 0:
-                    yield chunk
-                    chunk = {column: [] for column in columns}
-        if rows % CHUNK_ROWS:
-            yield chunk
+        with self.paths[0].open("rb") as file:
+            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            while some := list(islice(lines, CHUNK_ROWS)):
+                records = [(number, self._record(line, number)) for number, line in some]
+                for number, record in records:
+                    for column in columns:
+                        if column not in record:
+                            raise UserError(
+                                f"{self.name}, line {number} has no {column!r}; it has: {', '.join(record)}"
+                            )
+                yield {column: [record[column] for _, record in records] for column in columns}
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         place = f"{self.name}, line {number}"
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise _bad_bytes(self.paths[0], error) from None
         except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits, too
@@ -177,7 +162,9 @@ class JsonlSource(FileSource):
                 raise UserError(f"{self.name} is one JSON array; write one object per line instead") from None
             raise UserError(f"{place} is not JSON: {first_line(error)}") from None
         if not isinstance(record, dict):
-            raise UserError(f'{place}: an object such as {{"text": ...}} was expected, not {_kind(record)}')
+            raise UserError(
+                f'{place}: an object such as {{"text": ...}} was expected, not {type(record).__name__}'
+            )
         return record
 
 
@@ -196,7 +183,7 @@ def open_file(path: str | Path) -> FileSource:
             head = file.read(4)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    looks = _content(head)
+    looks = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
     if suffix == ".parquet":
         if looks != "Parquet":
             raise UserError(f"{path} is named .parquet and is not Parquet ({looks or 'other content'})")
@@ -204,21 +191,6 @@ def open_file(path: str | Path) -> FileSource:
     if looks:
         raise UserError(f"{path} is named {suffix} and its content is {looks}; convert it or rename it")
     return JsonlSource(path) if suffix == ".jsonl" else CsvSource(path)
-
-
-def _content(head: bytes) -> str | None:
-    """What the first bytes of a file give away, where they do."""
-    for magic, name in (
-        (b"PAR1", "Parquet"),
-        (b"\x1f\x8b", "gzip"),
-        (b"PK\x03\x04", "a zip archive or an Excel workbook"),
-        (b"\xff\xfe", "UTF-16"),
-        (b"\xfe\xff", "UTF-16"),
-        (b"%PDF", "PDF"),
-    ):
-        if head.startswith(magic):
-            return name
-    return None
 
 
 def _bad_bytes(path: Path, error: UnicodeDecodeError) -> UserError:
@@ -232,9 +204,3 @@ def _bad_bytes(path: Path, error: UnicodeDecodeError) -> UserError:
                 error, place = found, f"{path}, line {number}"
                 break
     return UserError(f"{place}: byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8")
-
-
-def _kind(value: object) -> str:
-    """The type of a JSON value in a reader's words."""
-    names = {str: "a string", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

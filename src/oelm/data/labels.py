@@ -46,38 +46,50 @@ def user_labels(values: list[Any], source: Source, column: str, as_names: bool =
     """
     kinds: dict[str, int] = {}
     for row, value in enumerate(values):
-        kind = _label_kind(value, source.where(row), column)
-        kinds.setdefault(kind, row)
+        kinds.setdefault(_label_kind(value, source.where(row), column), row)
         if len(kinds) > 1:
             (a, at), (b, here) = kinds.items()
             raise UserError(
                 f"{source.where(here)}: label column {column!r} holds {b} here and {a} in row {at + 1}; "
                 "use one type"
             )
-    if "a number" in kinds:
-        return [_number_name(value, source.where(row), column) for row, value in enumerate(values)]
     names = [str(value).strip() for value in values]
-    if "true or false" in kinds or as_names:
+    numbers = "a number" in kinds
+    if "true or false" in kinds or (as_names and not numbers):
         return names
     if all_whole(names):
         return [_plain(name) for name in names]
-    _refuse_fractions(names, source, column)
-    return names
+    try:
+        given = [Decimal(name) for name in names]
+    except InvalidOperation:
+        return names
+    for row, number in enumerate(given):  # numbers throughout: a fraction was measured
+        if not number.is_finite():
+            if numbers:
+                place = source.where(row)
+                raise UserError(
+                    f"{place}: label {values[row]} in column {column!r} is not a number that names a class"
+                )
+        elif number != number.to_integral_value():
+            raise UserError(
+                f"{source.where(row)}: label {values[row]!r} in column {column!r} is a fraction, not a class"
+                "; numbers are learned with --kind regression (task.kind)"
+            )
+    return [str(int(value)) for value in values] if numbers else names
 
 
 def _label_kind(value: Any, place: str, column: str) -> str:
     """The kind of a label, or a refusal that names its row."""
+    text = value.strip() if isinstance(value, str) else None
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    if missing or (text is not None and text.lower() in ("", "nan")):
+        raise UserError(f"{place}: the label is missing; fill it in or remove the row")
     if isinstance(value, list | tuple | dict | set):
         raise UserError(
             f"{place}: label column {column!r} holds a list; multi-label tasks are not supported, "
             "only one class per text"
         )
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        raise UserError(f"{place}: the label is missing; fill it in or remove the row")
-    if isinstance(value, str):
-        text = value.strip()
-        if not text or text.lower() == "nan":
-            raise UserError(f"{place}: the label is missing; fill it in or remove the row")
+    if text is not None:
         if text.startswith("[") and text.endswith("]"):
             raise UserError(
                 f"{place}: label {text[:40]!r} looks like a list; multi-label tasks are not supported, "
@@ -99,38 +111,8 @@ def all_whole(names: Iterable[str]) -> bool:
 
 def _plain(name: str) -> str:
     """The one spelling of a whole number, digit by digit: a float would round large ones."""
-    found = WHOLE.fullmatch(name)
-    assert found
-    sign, digits, _ = found.groups()
+    sign, digits = WHOLE.sub(r"\1 \2", name).split(" ")
     return f"-{digits}" if sign == "-" and digits != "0" else digits
-
-
-def _number_name(value: int | float | Decimal, place: str, column: str) -> str:
-    """The class of a number that a file holds as a number."""
-    if not isinstance(value, int):
-        if not math.isfinite(value):
-            raise UserError(f"{place}: label {value} in column {column!r} is not a number that names a class")
-        if value != int(value):
-            raise _fraction(value, place, column)
-    return str(int(value))
-
-
-def _refuse_fractions(names: list[str], source: Source, column: str) -> None:
-    """Refuse strings that are numbers throughout and somewhere a fraction: they were measured."""
-    try:
-        numbers = [Decimal(name) for name in names]
-    except InvalidOperation:
-        return
-    for row, number in enumerate(numbers):
-        if number.is_finite() and number != number.to_integral_value():
-            raise _fraction(names[row], source.where(row), column)
-
-
-def _fraction(value: Any, place: str, column: str) -> UserError:
-    return UserError(
-        f"{place}: label {value!r} in column {column!r} is a fraction, not a class; numbers are "
-        "learned with --kind regression (task.kind)"
-    )
 
 
 def class_names(labels: list[str], source: Source, column: str) -> list[str]:

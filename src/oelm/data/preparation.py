@@ -1,23 +1,31 @@
-"""From a Dataset to a store: tokenise every row once and write it down, or find that it was done before."""
+"""From a choice of data to a store: tokenise every row once and write it down, or find that it was done."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from oelm.data.catalogue import TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.files import Chunk
-from oelm.data.progress import progress
-from oelm.data.store import Store
+from oelm.data.sources import load_file, load_task
+from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
-from oelm.data.tokenizer import Encoder, load_tokenizer, pad_id, train_tokenizer, trained_size
+from oelm.data.tokenizer import load_tokenizer, pad_id, train_tokenizer, trained_size
 from oelm.data.writer import cache_dir, cached_store
+from oelm.errors import UserError
 from oelm.system.files import folder_name
 from oelm.system.messages import notice
+from oelm.system.terminal import console, say
 
+QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal; short work prints none
 VERSION = 1  # of what the encoders write: part of every fingerprint
 
 
@@ -63,24 +71,29 @@ def prepare(
     return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
 
 
-def item_dtypes(encoder: Encoder) -> dict[str, Any]:
-    """The columns that all items have."""
-    return {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+class Rows(NamedTuple):
+    """Some rows of a part that belong to one split, with the columns that their kind reads."""
+
+    part: Part
+    split: str
+    numbers: np.ndarray  # in the part
+    ids: np.ndarray  # a row's number in its source; sources of one role are counted through
+    columns: Chunk
+
+    def bytes(self, *roles: str) -> int:
+        """UTF-8 bytes of the texts."""
+        return sum(len(text.encode()) for role in roles for text in self.columns.get(role, ()))
 
 
-def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.ndarray, np.ndarray, Chunk]]:
-    """All rows that belong to a split, in the order of the sources: part, split, rows, ids, columns.
-
-    An id is a row's number in its source; sources of one role are counted through.
-    """
+def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
+    """All rows that belong to a split, in the order of the sources."""
     counted = dict.fromkeys(SPLITS, 0)
     total = sum(len(part.split) for part in dataset.parts)
     with progress(f"tokenising {dataset.name}", total, "rows", show) as advance:
         for part in dataset.parts:
             for first, chunk in part.rows():
-                for role, values in chunk.items():
-                    if role in ("text", "text_pair", "question", "context", "target"):
-                        chunk[role] = [value or "" for value in values]
+                for role in chunk.keys() & {"text", "text_pair", "question", "context", "target"}:
+                    chunk[role] = [value or "" for value in chunk[role]]
                 size = len(next(iter(chunk.values())))
                 codes = part.split[first : first + size]
                 for code, split in enumerate(SPLITS):
@@ -88,7 +101,7 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[tuple[Part, str, np.n
                     if len(places):
                         picked = {role: [values[i] for i in places] for role, values in chunk.items()}
                         rows = first + places
-                        yield part, split, rows, counted[part.role] + rows, picked
+                        yield Rows(part, split, rows, counted[part.role] + rows, picked)
                 advance(size)
             counted[part.role] += len(part.split)
 
@@ -103,13 +116,11 @@ def _manifest(
 ) -> dict[str, Any]:
     warnings = list(dataset.warnings)
     for split, meta in splits.items():
-        if meta["truncated"]:
-            share = meta["truncated"] / meta["items"]
-            warnings.append(notice("data.truncated", share=share, split=split, length=lengths["max_length"]))
-        if meta.get("target_truncated"):
-            share = meta["target_truncated"] / meta["items"]
-            values = {"split": split, "length": lengths["max_target_length"]}
-            warnings.append(notice("data.targets_truncated", share=share, **values))
+        for prefix, code in (("", "truncated"), ("target_", "targets_truncated")):
+            if cut := meta.get(f"{prefix}truncated"):
+                length = lengths[f"max_{prefix}length"]
+                share = cut / meta["items"]
+                warnings.append(notice(f"data.{code}", share=share, split=split, length=length))
     return {
         "task": dataset.name,
         "kind": dataset.kind,
@@ -128,3 +139,85 @@ def _manifest(
         "duplicates": dataset.duplicates,
         "warnings": [warning.to_dict() for warning in warnings],
     }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`data` is a task's name, a file, or the folder of a prepared store; the rest says how to read it.
+
+    `tokenizer=None` means gpt2 for a task and train:8192 for a file.
+    """
+
+    data: str
+    text: str = "text"
+    text_pair: str | None = None
+    label: str = "label"
+    test_file: str | Path | None = None
+    train_size: int | None = None
+    split_seed: int = 0
+    train_on: str | None = None
+    data_dir: str | Path | None = None
+    tokenizer: str | None = None
+    max_length: int = 512
+    target: str | None = None
+    max_target_length: int | None = None
+    kind: str | None = None
+    metric: str | None = None
+
+    def load(self) -> Dataset:
+        """The rows, checked and assigned to splits."""
+        if self.data in TASKS:
+            for name in ("text_pair", "test_file", "target", "kind", "metric"):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"{self.data} is a task with fixed columns and splits; {name} is for files"
+                    )
+            options: dict[str, Any] = {"train_on": self.train_on, "train_size": self.train_size}
+            return load_task(self.data, data_dir=self.data_dir, **options)
+        if not Path(self.data).suffix and not Path(self.data).exists():
+            raise UserError(f"{self.data!r} is neither a task (see `oelm data list`) nor a file")
+        columns = ("text", "text_pair", "label", "target", "kind", "metric", "test_file")
+        rest = {name: getattr(self, name) for name in (*columns, "train_size", "split_seed")}
+        return load_file(self.data, **rest)
+
+    def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:
+        """The prepared store: opened, found in the cache, or made."""
+        if Path(self.data).is_dir() and self.data not in TASKS:
+            return open_store(self.data)
+        tokenizer = self.tokenizer or ("gpt2" if self.data in TASKS else "train:8192")
+        lengths: dict[str, Any] = {"max_length": self.max_length, "max_target_length": self.max_target_length}
+        return prepare(self.load(), tokenizer=tokenizer, **lengths, cache=cache, show_progress=show_progress)
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int | None, unit: str, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`; `total` is None where nobody can know it."""
+    if not show:
+        yield lambda n: None
+    elif not sys.stderr.isatty():
+        yield _lines(label, total, unit)
+    else:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}", markup=False)
+        with Progress(text, *columns, console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda n: bar.advance(task, n)
+
+
+def _lines(label: str, total: int | None, unit: str) -> Callable[[int], None]:
+    started = last = time.monotonic()
+    done = 0
+
+    def advance(n: int) -> None:
+        nonlocal done, last
+        done += n
+        now = time.monotonic()
+        if now - last >= QUIET_SECONDS:
+            last = now
+            rate = done / (now - started)
+            of, left = (f" of {total:,}", f", {(total - done) / rate:.0f} s left") if total else ("", "")
+            say(f"{label}: {done:,}{of} {unit}, {rate:,.0f} a second{left}", err=True)
+
+    return advance

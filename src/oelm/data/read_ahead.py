@@ -25,9 +25,7 @@ def read_whole(array: Array) -> bool:
 def read_ahead(array: Array, starts: Array, ends: Array) -> None:
     """Have array[start:end] of every pair read in the background, where `array` is a memory map of a file."""
     mapped = array.base
-    if not isinstance(mapped, mmap.mmap) or not hasattr(
-        mmap, "MADV_WILLNEED"
-    ):  # not every system takes hints
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):  # some systems take no hints
         return
     assert isinstance(array, np.memmap)
     before = array.offset % mmap.ALLOCATIONGRANULARITY  # numpy maps from a whole page on

@@ -14,6 +14,8 @@ from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 from oelm.system.library_errors import first_line
 
+SHARE = 0.1  # of a user's file that validation takes and, without a test file, test
+
 
 class HubSource(Source):
     """One split of a data set loaded with `datasets`, read through its arrow table."""
@@ -31,7 +33,18 @@ class HubSource(Source):
         return content_digest([Path(file["filename"]) for file in self.table.cache_files])
 
 
-def _hub_source(task: Task, split: str) -> Source:
+def _source(task: Task, split: str, data_dir: Path | None) -> Source:
+    """A split of a task: from the folder where one is given, from the hub otherwise."""
+    if data_dir is not None:
+        folder = data_dir / task.folder
+        paths = [folder / f"{split}.parquet"]
+        if not paths[0].is_file():
+            paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
+        if not paths:
+            raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
+        for path in paths:
+            open_file(path)  # refuses what is not Parquet
+        return ParquetSource(*paths)
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
     import datasets
@@ -44,21 +57,6 @@ def _hub_source(task: Task, split: str) -> Source:
             "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         ) from None
     return HubSource(f"{task.hub.path}, split {split}", table)
-
-
-def _source(task: Task, split: str, data_dir: Path | None) -> Source:
-    """A split of a task: from the folder where one is given, from the hub otherwise."""
-    if data_dir is None:
-        return _hub_source(task, split)
-    folder = data_dir / task.folder
-    paths = [folder / f"{split}.parquet"]
-    if not paths[0].is_file():
-        paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
-    if not paths:
-        raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
-    for path in paths:
-        open_file(path)  # refuses what is not Parquet
-    return ParquetSource(*paths)
 
 
 def find_data_dir(data_dir: str | Path | None) -> Path | None:
@@ -135,8 +133,6 @@ def load_file(
     test_file: str | Path | None = None,
     train_size: int | None = None,
     split_seed: int = 0,
-    validation_share: float = 0.1,
-    test_share: float = 0.1,
 ) -> Dataset:
     """A user's CSV, TSV, JSONL or Parquet file as a task of a `kind`: by default classification or, with
     `target`, writing that column for the text (seq2seq). `metric`: another than the kind's usual one decides.
@@ -150,15 +146,12 @@ def load_file(
             f"target is the column of a text to be written (seq2seq); it does not go with {of.name}"
         )
     columns = of.file_columns(text, text_pair, label, target)
-    for share in (validation_share, test_share):
-        if not 0 < share < 0.5:
-            raise UserError(f"a split's share must lie between 0 and 0.5, not {share}")
     parts = [Part(open_file(path), columns, "train")]
     if test_file:
         parts.append(Part(open_file(test_file), columns, "test"))
-    held = {"validation": validation_share}
+    held = {"validation": SHARE}
     if not test_file:  # shares are of the whole file, and test is taken first
-        held = {"test": test_share, "validation": validation_share / (1 - test_share)}
+        held = {"test": SHARE, "validation": SHARE / (1 - SHARE)}
     identity: dict[str, Any] = {"held_out": held, "split_seed": split_seed, "train_size": train_size}
     if metric not in (None, *of.metrics):
         raise UserError(f"{of.name} has no metric {metric!r}; it has: {', '.join(of.metrics)}")

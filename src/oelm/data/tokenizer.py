@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.errors import UserError
+from oelm.errors import Interrupted, UserError
 from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
@@ -30,7 +30,7 @@ def trained_size(name: str) -> int | None:
     return int(size)
 
 
-def train_tokenizer(texts: Iterable[str], size: int, show_progress: bool = False) -> Any:
+def train_tokenizer(texts: Iterable[str], size: int) -> Any:
     """A byte-level BPE of at most `size` tokens learned from the texts; it can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], size: int, show_progress: bool = False
         vocab_size=size,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -52,61 +52,49 @@ def train_tokenizer(texts: Iterable[str], size: int, show_progress: bool = False
 
 def load_tokenizer(name: str) -> Any:
     """A fast tokenizer from a folder, from OELM_TOKENIZER_DIR/name, or from the hub."""
-    root = os.environ.get("OELM_TOKENIZER_DIR")
-    if Path(name).is_dir():
-        tokenizer = _from_folder(Path(name))
-    elif root and (Path(root) / name).is_dir():
-        tokenizer = _from_folder(Path(root) / name)
-    else:
-        tokenizer = _from_hub(name)
+    from transformers import AutoTokenizer
+
+    folders = [Path(name), Path(os.environ.get("OELM_TOKENIZER_DIR") or "", name)]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    try:
+        tokenizer = None if folder is None else _from_vocabulary(folder)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(folder or name, trust_remote_code=False)
+    except Exception as error:  # a broken file, the network or the hub: many ways inside the libraries
+        if isinstance(error, UserError | Interrupted) or is_out_of_memory(error):
+            raise
+        if folder is not None:
+            raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
+        raise UserError(
+            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({first_line(error)}); "
+            "without a network, set OELM_TOKENIZER_DIR, or use train:8192"
+        ) from None
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {name!r} has no fast version, which is needed here")
     return tokenizer
 
 
-def _from_folder(folder: Path) -> Any:
-    from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
+def _from_vocabulary(folder: Path) -> Any:
+    """The tokenizer of a folder with a vocabulary alone; None where transformers loads the folder itself."""
+    from transformers import BertTokenizer, GPT2Tokenizer
 
-    def there(*files: str) -> bool:
-        return all((folder / file).is_file() for file in files)
-
-    try:
-        if there("tokenizer.json") or there("tokenizer_config.json"):
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if there("vocab.json", "merges.txt"):
-            return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
-        if there("vocab.txt"):
-            cased = "cased" in folder.name.replace("uncased", "")
-            return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
-    except Exception as error:  # a broken file fails in many ways inside the libraries
-        if is_out_of_memory(error):
-            raise
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
+    there = {path.name for path in folder.iterdir()}
+    if there & {"tokenizer.json", "tokenizer_config.json"}:
+        return None
+    if {"vocab.json", "merges.txt"} <= there:
+        return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    if "vocab.txt" in there:
+        cased = "cased" in folder.name.replace("uncased", "")
+        return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
     raise UserError(
         f"{folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     )
 
 
-def _from_hub(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # whatever the network or the hub may answer
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({first_line(error)}); "
-            "without a network, set OELM_TOKENIZER_DIR, or use train:8192"
-        ) from None
-
-
 def pad_id(tokenizer: Any) -> int:
     """The number padding is written with; masked everywhere, so any token serves where none is named."""
-    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if value is not None:
-            return int(value)
-    return 0
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(value) for value in known if value is not None), 0)
 
 
 def boundary_id(tokenizer: Any) -> int:

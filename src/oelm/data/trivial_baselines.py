@@ -6,17 +6,15 @@ there are is up to the task kind (`TaskKind.trivial_baselines`); here are their 
 """
 
 import contextlib
-import hashlib
 import importlib.util
-import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from oelm.data.manifest import digest
 from oelm.data.shuffle import permutation
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
@@ -24,7 +22,7 @@ from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 from oelm.system.files import read_json, write_json
 
-VERSION = 1  # of what is computed here: another version's cache is not read
+VERSION = 2  # of what is computed here: another version's cache is not read
 CACHE = "references.json"
 # The linear models learn from at most so many texts, and from at most so many tokens in all; a larger train
 # split is sampled, always in the same way. With MOST_WEIGHTS they bound memory (about 2 GB) and time (half a
@@ -47,21 +45,26 @@ def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test
     carry `trained_on`, the number of training texts they saw, and are left out where scikit-learn is missing
     or nothing can be learned: no words, or one class only.
     """
-    wanted = {name: store[name] for name in splits}
+    wanted = [store[name] for name in splits]
     known = _read_cache(store)
-    missing = [split for name, split in wanted.items() if name not in known["splits"]]
-    if missing:
-        fresh, complete = task_kind(store.kind).trivial_baselines(store, missing)
-        for name, by_split in fresh.items():
-            known["references"].setdefault(name, {}).update(by_split)
-        known["splits"] = sorted({*known["splits"], *(split.name for split in missing)})
-        if complete:
-            _write_cache(store.folder, known)
-    return {
-        name: {split: by_split[split] for split in wanted if split in by_split}
-        for name, by_split in known["references"].items()
-        if any(split in by_split for split in wanted)
-    }
+    if known is None:
+        measured = [split for name, split in store.splits.items() if name != "train"]
+        known = task_kind(store.kind).trivial_baselines(store, measured)
+        if have_sklearn():  # or some may be missing
+            kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}
+            with contextlib.suppress(OSError):  # a folder that cannot be written to is fine
+                write_json(store.folder / CACHE, kept | {"digest": digest(kept)})
+    return {name: {split.name: by_split[split.name] for split in wanted} for name, by_split in known.items()}
+
+
+def _read_cache(store: Store) -> Baselines | None:
+    """What was computed before for this store by this version, unless it was changed on disk."""
+    try:
+        known = read_json(store.folder / CACHE)
+        same = (known["version"], known["fingerprint"]) == (VERSION, store.fingerprint)
+        return known["references"] if same and known["digest"] == digest(known) else None
+    except (UserError, KeyError, TypeError):
+        return None
 
 
 def have_sklearn() -> bool:
@@ -69,21 +72,15 @@ def have_sklearn() -> bool:
 
 
 def tfidf_baseline(
-    store: Store,
-    splits: list[Split],
-    texts: "StoreTexts",
-    blind: bool,
-    labels: Array,
-    model: Any,
-    most_words: int,
-    scores: Callable[[Split, Array], dict[str, Any]],
-) -> dict[str, dict[str, Any]]:
+    texts: "StoreTexts", splits: list[Split], labels: Array, model: Any, most_words: int, blind: bool
+) -> tuple[int, dict[str, Array]] | None:
     """TF-IDF of words and pairs of words and a linear model of scikit-learn, fitted to the training `labels`
-    once, measured on each split; {} if nothing can be learned. `blind`: from the second text of pairs."""
+    once: how many texts it learned from, and its predictions for each split; None if nothing can be learned.
+    `blind`: from the second text of pairs."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    train = store["train"]
+    train = texts.store["train"]
     items = training_items(train.lengths)
     labels = labels[items]
     vectorizer = TfidfVectorizer(
@@ -93,22 +90,22 @@ def tfidf_baseline(
         max_features=most_words,
     )
     if len(np.unique(labels)) < 2:
-        return {}
+        return None
     try:
         features = vectorizer.fit_transform(texts.read(train, items, blind))
     except ValueError:  # so scikit-learn says that no text has a word
-        return {}
+        return None
     with warnings.catch_warnings():  # a baseline that has not quite converged is still one
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(features, labels)
-    found = {}
+    predictions = {}
     for split in splits:
         rest = texts.read(split, np.arange(len(split)), blind)
         parts = []
         while chunk := list(islice(rest, CHUNK)):
             parts.append(model.predict(vectorizer.transform(chunk)))
-        found[split.name] = scores(split, np.concatenate(parts)) | {"trained_on": len(items)}
-    return found
+        predictions[split.name] = np.concatenate(parts)
+    return len(items), predictions
 
 
 def training_items(lengths: Array) -> Array:
@@ -123,61 +120,35 @@ class StoreTexts:
     lower-cases and spaces them, which changes hardly a word."""
 
     def __init__(self, store: Store) -> None:
-        tokenizer = store.tokenizer()
+        self.store, tokenizer = store, store.tokenizer()
         self.backend = tokenizer.backend_tokenizer
         self.pairs = bool(store.meta["pairs"])
         self.joiner = Encoder(tokenizer, store.max_length).pair[1]  # what stands between two texts
 
     def read(self, split: Split, items: Array, blind: bool) -> Iterator[str]:
         """The items' texts, decoded a chunk at a time; of pairs both, or (blind) the second alone."""
-        starts, ends = split.offsets[:-1], split.offsets[1:]
-        seconds = starts + second_starts(split, self.joiner) if self.pairs else starts
         for at in range(0, len(items), CHUNK):
-            chunk = items[at : at + CHUNK]
-            texts = self._decode(split, seconds[chunk], ends[chunk])
-            if self.pairs and not blind:  # written alike whatever the tokenizer puts between them
-                firsts = self._decode(split, starts[chunk], seconds[chunk] - len(self.joiner))
+            chunk = items[at : at + CHUNK].tolist()
+            tokens = [split.tokens[split.offsets[i] : split.offsets[i + 1]].tolist() for i in chunk]
+            if not self.pairs:
+                yield from self._decode(tokens)
+                continue
+            seconds = [second_start(ids, self.joiner) for ids in tokens]
+            if split.second is not None:
+                seconds = split.second[chunk].tolist()
+            texts = self._decode([ids[start:] for ids, start in zip(tokens, seconds, strict=True)])
+            if not blind:  # written alike whatever the tokenizer puts between them
+                ends = [start - len(self.joiner) for start in seconds]
+                firsts = self._decode([ids[:end] for ids, end in zip(tokens, ends, strict=True)])
                 texts = [f"{first} [SEP] {second}" for first, second in zip(firsts, texts, strict=True)]
             yield from texts
 
-    def _decode(self, split: Split, starts: Array, ends: Array) -> list[str]:
-        ids = [split.tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
-        return self.backend.decode_batch(ids, skip_special_tokens=True)
+    def _decode(self, tokens: list[list[int]]) -> list[str]:
+        return self.backend.decode_batch(tokens, skip_special_tokens=True)
 
 
-def second_starts(split: Split, joiner: Sequence[int]) -> Array:
-    """Where each pair's second text starts in its item: as the store says, or after the first joiner."""
-    if split.second is not None:
-        return split.second
-    tokens, offsets = split.tokens, split.offsets
-    places = np.arange(max(0, len(tokens) - len(joiner) + 1))
-    for shift, token in enumerate(joiner):
-        places = places[tokens[places + shift] == token]
-    items = np.searchsorted(offsets, places, side="right") - 1
-    whole = places + len(joiner) <= offsets[items + 1]  # not across two items
-    found, first = np.unique(items[whole], return_index=True)
-    starts = split.lengths.copy()  # a pair without a joiner has no second text
-    starts[found] = places[whole][first] + len(joiner) - offsets[found]
-    return starts
-
-
-def _read_cache(store: Store) -> dict[str, Any]:
-    """What was computed before for this store by this version; empty if nothing, or nothing readable."""
-    empty = {"version": VERSION, "fingerprint": store.fingerprint, "splits": [], "references": {}}
-    try:
-        known = read_json(store.folder / CACHE)
-        same = all(known[key] == empty[key] for key in ("version", "fingerprint"))
-        return known if same and known.pop("digest") == _digest(known) else empty
-    except (UserError, KeyError, TypeError, AttributeError):
-        return empty
-
-
-def _write_cache(folder: Path, known: dict[str, Any]) -> None:
-    """A folder that cannot be written to is fine: then nothing is kept."""
-    with contextlib.suppress(OSError):
-        write_json(folder / CACHE, known | {"digest": _digest(known)})
-
-
-def _digest(known: dict[str, Any]) -> str:
-    """Numbers that were changed on disk are computed again."""
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+def second_start(tokens: list[int], joiner: list[int]) -> int:
+    """Where a pair's second text starts: after the first joiner; a pair without one has no second text."""
+    size = len(joiner)
+    places = range(len(tokens) - size + 1)
+    return next((i + size for i in places if tokens[i : i + size] == joiner), len(tokens))

@@ -1,15 +1,16 @@
 """Writing stores: arrays that grow on disk, and a cache folder that several processes may share."""
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import numpy as np
 
-from oelm.data.manifest import FORMAT, MANIFEST, WITH_TEXTS, seal
+from oelm.data.manifest import FORMAT, MANIFEST, seal
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError
 from oelm.system.files import delete, folder_beside, lock_file, sync_folder, write_json
@@ -24,7 +25,6 @@ class ArrayWriter:
         self.length = 0
         self.file = path.open("wb")
         self._header()
-        self._data_starts = self.file.tell()
 
     def _header(self) -> None:
         # numpy pads the header so that it can be rewritten in place with a longer shape.
@@ -42,52 +42,57 @@ class ArrayWriter:
     def close(self) -> None:
         self.file.seek(0)
         self._header()
-        if self.file.tell() != self._data_starts:
-            raise RuntimeError(f"{self.file.name}: the header outgrew its place")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        close_synced(self.file)
 
 
 class SplitWriter:
-    """The columns of one split. Items end where `end_items` says; a corpus has none."""
+    """The columns of one split. Items end where their `lengths` say; a corpus has none."""
 
     def __init__(self, folder: Path, name: str, dtypes: dict[str, Any]) -> None:
         self.columns = {
             column: ArrayWriter(folder / f"{name}.{column}.npy", t) for column, t in dtypes.items()
         }
-        self.meta: dict[str, Any] = {"items": 0, "tokens": 0, "bytes": 0, "truncated": 0}
-        self.longest = 0
-        if "target_tokens" in self.columns:
-            self.meta |= {f"target_{name}": 0 for name in ("tokens", "bytes", "truncated", "longest")}
-        for name in self.columns.keys() & {"offsets", "target_offsets"}:
-            self.columns[name].append(np.zeros(1, dtype=np.int64))
+        self.texts_path = folder / f"{name}.references.jsonl"
+        self.texts: IO[str] | None = None
+        self.prefixes = [prefix for prefix in ("", "target_") if f"{prefix}tokens" in dtypes]
+        counted = ("tokens", "bytes", "truncated", "longest")
+        self.meta: dict[str, Any] = {"items": 0}
+        self.meta |= {f"{prefix}{key}": 0 for prefix in self.prefixes for key in counted}
+        for column in self.columns.keys() & {"offsets", "target_offsets"}:
+            self.columns[column].append(np.zeros(1, dtype=np.int64))
 
-    def append(self, *, bytes: int, truncated: int = 0, **columns: np.ndarray) -> None:
-        """Add items (with `lengths`) or a piece of a stream (without)."""
-        lengths = columns.pop("lengths", None)
-        if lengths is not None and len(lengths):
-            columns["offsets"] = self.meta["tokens"] + np.cumsum(lengths)
-            self.meta["items"] += len(lengths)
-            self.longest = max(self.longest, int(lengths.max()))
-        for name, values in columns.items():
-            self.columns[name].append(values)
-        self.meta["tokens"] += len(columns["tokens"])
-        self.meta["bytes"] += bytes
-        self.meta["truncated"] += truncated
+    def append(self, **values: Any) -> None:
+        """Add items (with `lengths`) or a piece of a stream (without): a value for every column, and `bytes`
+        and `truncated` to be summed; each also with the prefix `target_` where items have targets."""
+        self.meta["items"] += len(values.get("lengths", ()))
+        for prefix in self.prefixes:
+            if (lengths := values.get(f"{prefix}lengths")) is not None:
+                values[f"{prefix}offsets"] = self.meta[f"{prefix}tokens"] + np.cumsum(lengths)
+                self.meta[f"{prefix}longest"] = max(self.meta[f"{prefix}longest"], int(lengths.max()))
+            self.meta[f"{prefix}tokens"] += len(values[f"{prefix}tokens"])
+            for key in ("bytes", "truncated"):
+                self.meta[f"{prefix}{key}"] += values.get(f"{prefix}{key}", 0)
+        for name, column in self.columns.items():
+            column.append(values[name])
 
-    def append_targets(self, *, bytes: int, truncated: int, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """The targets of the items that were added last."""
-        self.columns["target_offsets"].append(self.meta["target_tokens"] + np.cumsum(lengths))
-        self.columns["target_tokens"].append(tokens)
-        self.meta["target_longest"] = max(self.meta["target_longest"], int(lengths.max()))
-        for name, count in (("tokens", len(tokens)), ("bytes", bytes), ("truncated", truncated)):
-            self.meta[f"target_{name}"] += count
+    def append_texts(self, records: list[dict[str, Any]]) -> None:
+        """Add texts that an evaluation compares with (`Split.right_texts`)."""
+        if self.texts is None:
+            self.texts = self.texts_path.open("w", encoding="utf-8")
+        self.texts.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
     def close(self) -> dict[str, Any]:
         for column in self.columns.values():
             column.close()
-        return self.meta | {"longest": self.longest, "columns": sorted(self.columns)}
+        if self.texts is not None:
+            close_synced(self.texts)
+        return self.meta | {"columns": sorted(self.columns)}
+
+
+def close_synced(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
 
 
 @contextlib.contextmanager
@@ -98,22 +103,9 @@ def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[d
         yield writers
     finally:
         for writer in writers.values():
-            for column in writer.columns.values():
-                column.file.close()
-
-
-@contextlib.contextmanager
-def right_text_files(folder: Path, splits: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
-    """A file of JSON lines for each split: the texts an evaluation compares with (`Split.right_texts`)."""
-    with contextlib.ExitStack() as stack:
-        files = {
-            split: stack.enter_context((folder / f"{split}.references.jsonl").open("w", encoding="utf-8"))
-            for split in splits
-        }
-        yield files
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            for file in (*(column.file for column in writer.columns.values()), writer.texts):
+                if file is not None:
+                    file.close()
 
 
 def cache_dir(folder: str | Path | None = None) -> Path:
@@ -125,26 +117,20 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     """The store of that fingerprint: the one that is there, or a new one, made once however many ask.
 
     `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
-    it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again,
-    and one without checksums replaced.
+    it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again.
     """
-    # The format is part of the name: a version of the package finds only stores that it can read in full.
-    base = root / "stores" / f"{name}-{fingerprint[:16]}"
-    final, older = (base.with_name(f"{base.name}-{number}") for number in (FORMAT, WITH_TEXTS))
-    if not final.exists() and (kept := _look_up(older)[0]) is not None and kept.sealed:
-        return kept
+    # The format is part of the name: a version of the package finds only stores that it can read.
+    final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
     found, problem = _look_up(final)  # no lock: a read-only cache can be used
-    if found is not None and found.sealed:
+    if found is not None:
         return found
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.with_suffix(".lock"), wait=True):
             there, problem = _look_up(final)  # another process may have made it
-            if there is None or not there.sealed:
-                _make_beside(final, fingerprint, make, keep_old=there is None)
+            if there is None:
+                _make_beside(final, fingerprint, make)
     except OSError as error:
-        if found is not None:  # without checksums, and it cannot be replaced
-            return found
         raise UserError(
             f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
         ) from None
@@ -164,9 +150,7 @@ def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
         return None, error.notice
 
 
-def _make_beside(
-    final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]], keep_old: bool
-) -> None:
+def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> None:
     with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
         meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
         write_json(beside / MANIFEST, seal(meta, beside))
@@ -174,8 +158,6 @@ def _make_beside(
             aside = final.with_name(f"{final.name}.damaged")
             delete(aside)
             final.rename(aside)
-            if not keep_old:
-                delete(aside)
         beside.rename(final)
         sync_folder(final.parent)
 

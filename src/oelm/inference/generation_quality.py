@@ -16,7 +16,7 @@ At temperature 1 without top-k a perfect model has the values of the held-out te
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +53,7 @@ class Writing:
             raise UserError("--temperature and --top-k must not be negative")
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What follows a prompt, and whether the text ends after it."""
 
     ids: list[int]
@@ -79,10 +78,13 @@ def generation_quality(
             f"but this model reads {window}; ask for fewer"
         )
     tokens = np.asarray(split.tokens, dtype=np.int64)
-    starts, ends = _documents(tokens, end, writing.prompt_tokens)
-    whole = len(starts) >= writing.prompts
-    if not whole:
-        starts, ends = _pieces(tokens, end, writing)
+    bounds = np.flatnonzero(tokens == end)
+    whole = True
+    starts, ends = _longer(bounds[:-1] + 1, bounds[1:], writing.prompt_tokens)
+    if len(starts) < writing.prompts:  # consecutive pieces of the stream; one ends where a document does
+        whole, size = False, writing.prompt_tokens + writing.tokens
+        starts, bounds = np.arange(1, len(tokens) - size, size), np.append(bounds, len(tokens))
+        starts, ends = _longer(starts, bounds[np.searchsorted(bounds, starts)], writing.prompt_tokens)
     if not len(starts):
         raise UserError(f"the {split.name} split has no text longer than --prompt-tokens; ask for fewer")
     chosen = np.sort(generator(writing.seed, "prompts").permutation(len(starts))[: writing.prompts])
@@ -102,21 +104,9 @@ def generation_quality(
     }
 
 
-def _documents(tokens: Array, end: int, prompt: int) -> tuple[Array, Array]:
-    """Where the documents that are longer than a prompt start and end."""
-    bounds = np.flatnonzero(tokens == end)
-    starts, ends = bounds[:-1] + 1, bounds[1:]
+def _longer(starts: Array, ends: Array, prompt: int) -> tuple[Array, Array]:
+    """Those texts that are longer than a prompt."""
     long = ends - starts > prompt
-    return starts[long], ends[long]
-
-
-def _pieces(tokens: Array, end: int, writing: Writing) -> tuple[Array, Array]:
-    """The same for consecutive pieces of a stream. A piece ends where a document does."""
-    size = writing.prompt_tokens + writing.tokens
-    starts = np.arange(1, len(tokens) - size, size)
-    bounds = np.append(np.flatnonzero(tokens == end), len(tokens))
-    ends = bounds[np.searchsorted(bounds, starts)]
-    long = ends - starts > writing.prompt_tokens
     return starts[long], ends[long]
 
 
@@ -145,12 +135,12 @@ def _measures(tokenizer: Any, generated: list[Continuation], held_out: list[Cont
     sides = (generated, held_out)
     words = [[words_of(tokenizer.decode(text.ids)) for text in side] for side in sides]
     pairs: dict[str, list[float | None]] = {
-        f"distinct_{n}": distinct(words[0], words[1], n) for n in (1, 2, 3)
+        **{f"distinct_{n}": distinct(words[0], words[1], n) for n in (1, 2, 3)},
+        "repetition": [repetition(side) for side in words],
+        "words": [float(np.mean([len(text) for text in side])) for side in words],
+        "tokens": [float(np.mean([len(text.ids) for text in side])) for side in sides],
+        "ended": [float(np.mean([text.ended for text in side])) for side in sides],
     }
-    pairs["repetition"] = [repetition(side) for side in words]
-    pairs["words"] = [float(np.mean([len(text) for text in side])) for side in words]
-    pairs["tokens"] = [float(np.mean([len(text.ids) for text in side])) for side in sides]
-    pairs["ended"] = [float(np.mean([text.ended for text in side])) for side in sides]
     return {name: dict(zip(("generated", "held_out"), pair, strict=True)) for name, pair in pairs.items()}
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from oelm.audit import Audit, Fingerprint, audit
@@ -15,13 +15,13 @@ from oelm.config import RunConfig, TaskConfig
 from oelm.convert import load
 from oelm.data import TASKS, Store
 from oelm.data.assemble import Layout
-from oelm.data.tasks import make_objective, task_kind
+from oelm.data.tasks import KINDS, make_objective, task_kind
+from oelm.data.tasks.base import Reader
 from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tasks.seq2seq import TargetReader, writes_targets
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.inference.generation_quality import Writing, generation_quality
-from oelm.inference.predict import answer_lines
 from oelm.inference.zero_shot import make_question, read_items, zero_shot
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
@@ -33,6 +33,7 @@ from oelm.training.folder import read_config
 from oelm.training.parallel import autocast_of, process_state
 from oelm.training.resolve import check_tokenizer, choice_of, resolve_precision
 
+TEXTS = 32  # lines read in a batch
 LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
 
 
@@ -48,7 +49,9 @@ class Trained:
             what = _no_model(path, self.config) if self.config else "is neither a run nor a saved model"
             raise UserError(f"{path} {what}")
         self.device = process_state().device
-        self.model: Any = _load_model(self.folder).to(self.device).eval()
+        disable_progress_bar()  # loading takes a moment only
+        loads = load if getattr(load_config(str(self.folder)), "oelm", None) else load_as_saved
+        self.model: Any = loads(str(self.folder), dtype=torch.float32).to(self.device).eval()
         self.tokenizer = load_tokenizer(str(self.folder))
 
     @property
@@ -66,24 +69,47 @@ class Trained:
     def predict(
         self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
-        """For each line what this kind of model says: a label, a number, tags, an answer or a target.
+        """For each line what this kind of model says: a label, a number, tags, an answer or a target; for an
+        empty line nothing. Where the model reads pairs, or questions, a line is two texts with a tab between.
 
-        Where the model reads pairs, or questions, a line is two texts with a tab between them. In the end it
-        is said how many lines were empty, and how many too long.
+        Where a line cannot be read, all before it are answered first. In the end it is said how many lines
+        were empty, and how many too long.
         """
-        return answer_lines(self.model, self.tokenizer, self.max_length, lines, say)
+        done = empty = 0
+        agree_on_padding(self.model, self.tokenizer)
+        reader = reader_of(self.model)(self.model, self.tokenizer, self.max_length)
+        remaining = enumerate(lines, 1)
+        refused: UserError | None = None
+        while refused is None:
+            group: list[str] = []
+            try:
+                for number, line in islice(remaining, TEXTS):
+                    if line.strip() and (problem := reader.problem(line)):
+                        raise UserError(f"line {number} {problem}")
+                    group.append(line)
+            except UserError as error:
+                refused = error
+            if not group:
+                break
+            read = [reader.reads(line) for line in group]
+            asked = [line for line, there in zip(group, read, strict=True) if there]
+            answers = iter(reader.answers(asked) if asked else ())
+            done, empty = done + len(group), empty + len(group) - len(asked)
+            for line, there in zip(group, read, strict=True):
+                yield {"text": line, **(next(answers) if there else dict.fromkeys(reader.says))}
+        if empty:
+            say(f"{empty} of {done} lines said nothing; their answers are null")
+        if reader.cut:
+            say(f"{reader.cut} of {done} lines were cut: this model reads {self.max_length} tokens")
+        if refused is not None:
+            raise refused
 
     def store(self, changes: dict[str, Any]) -> Store:
         """The run's data, or other data read the same way, under the model's own tokenizer."""
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
-            changes = {
-                "name": None,
-                "data": None,
-                "test_file": None,
-                "train_size": None,
-                "train_on": None,
-            } | changes
+            other = ("name", "data", "test_file", "train_size", "train_on")
+            changes = dict.fromkeys(other) | changes
         if changes.get("name"):  # which a file's columns say nothing of
             changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
@@ -196,9 +222,9 @@ class Trained:
         path = self.run / "freeze_audit.json"
         try:
             recorded = Fingerprint.from_dict(read_object(path)["fingerprint"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{path} is damaged: it holds no fingerprint to compare with") from None
         return audit(self.model, recorded)
 
@@ -213,8 +239,12 @@ def _no_model(run: Path, config: RunConfig) -> str:
     return "is completed, but its model was not kept: study.models says which are (best, all or none)"
 
 
-def _load_model(folder: Path) -> PreTrainedModel:
-    disable_progress_bar()  # loading takes a moment only
-    if getattr(load_config(str(folder)), "oelm", None):
-        return load(str(folder), dtype=torch.float32)
-    return load_as_saved(str(folder), dtype=torch.float32)
+def reader_of(model: Any) -> type[Reader]:
+    """How a model answers lines: as the kind of task that its config names or, in a checkpoint that was not
+    trained here, that its class fits."""
+    name = getattr(model.config, "task_kind", None)
+    kinds = [task_kind(name)] if name else [kind for kind in KINDS.values() if kind.fits(model)]
+    for kind in kinds:
+        if kind.reader is not None:
+            return kind.reader
+    raise UserError(f"{type(model).__name__} predicts nothing of texts; `oelm generate` lets a model write")

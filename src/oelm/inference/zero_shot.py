@@ -10,15 +10,17 @@ prompt if the class is right. A class's score is the log-likelihood of its verba
 """
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 import torch
 
 from oelm.data import Choice
+from oelm.data.assemble import pad_rows
+from oelm.data.batches import fill_batches
 from oelm.data.preparation import split_chunks
 from oelm.data.tasks import task_kind
 from oelm.data.tasks.classification import classification_metrics
@@ -39,9 +41,6 @@ class Question:
 
     template: str
     labels: dict[str, str]
-
-    def prompt(self, texts: Mapping[str, str]) -> str:
-        return self.template.format(**texts)
 
 
 def make_question(template: str, labels: str | None, names: list[str], pairs: bool) -> Question:
@@ -88,15 +87,15 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
     texts: list[dict[str, str]] = []
     labels: list[int] = []
     counts = np.zeros(len(dataset.label_names), dtype=np.int64)
-    for part, name, rows, _, chunk in split_chunks(dataset, False):
-        if name == "train":
-            counts += np.bincount(part.labels[rows], minlength=len(counts))
-        if name == split:
-            fields = [field for field in FIELDS if field in chunk]
-            texts += [
-                dict(zip(fields, row, strict=True)) for row in zip(*(chunk[f] for f in fields), strict=True)
-            ]
-            labels += part.labels[rows].tolist()
+    for rows in split_chunks(dataset, False):
+        given = rows.part.labels[rows.numbers]
+        if rows.split == "train":
+            counts += np.bincount(given, minlength=len(counts))
+        if rows.split == split:
+            fields = [field for field in FIELDS if field in rows.columns]
+            columns = zip(*(rows.columns[field] for field in fields), strict=True)
+            texts += [dict(zip(fields, row, strict=True)) for row in columns]
+            labels += given.tolist()
     if not texts:
         raise UserError(f"{choice.data} has no split {split!r}; it has train, validation and test")
     chosen = np.arange(len(texts))
@@ -104,10 +103,8 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
         if limit < 1:
             raise UserError("--limit must be at least 1")
         chosen = np.sort(generator(seed, "items").permutation(len(texts))[:limit])
-    return Items(
-        dataset.name, [texts[i] for i in chosen], np.array(labels)[chosen], dataset.label_names,
-        int(counts.argmax()),
-    )  # fmt: skip
+    kept, known = [texts[i] for i in chosen], np.array(labels)[chosen]
+    return Items(dataset.name, kept, known, dataset.label_names, int(counts.argmax()))
 
 
 def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
@@ -145,35 +142,30 @@ class _Asker:
 
     def ask(self, texts: Mapping[str, str]) -> Row:
         row = self._encoded(texts)
-        if (longest := _longest(row)) > self.window:
-            self.cut += 1
-        while longest > self.window:
+        self.cut += _longest(row) > self.window
+        while (longest := _longest(row)) > self.window:
             field = max(texts, key=lambda name: len(texts[name]))
-            # A little shorter than in proportion, so that few attempts are needed.
-            keep = int(len(texts[field]) * self.window / longest * 0.98)
             if not texts[field]:
                 raise UserError(
                     f"--template and --labels alone need {longest} positions; this model reads {self.window}"
                 )
+            # A little shorter than in proportion, so that few attempts are needed.
+            keep = int(len(texts[field]) * self.window / longest * 0.98)
             texts = {**texts, field: texts[field][:keep]}
             row = self._encoded(texts)
-            longest = _longest(row)
         return row
 
     def _encoded(self, texts: Mapping[str, str]) -> Row:
-        prompt = self.question.prompt(texts)
+        prompt = self.question.template.format(**texts)
         alone, *whole = self.encoder.ids(
             [prompt, *(prompt + words for words in self.question.labels.values())]
         )
         # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
         # with every verbaliser are its own, and all others are scored.
-        shared = min(_in_common(alone, ids) for ids in whole)
+        alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(alone, *whole, strict=False))
+        shared = sum(1 for _ in alike)
         start = len(self.before)
         return [([*self.before, *ids], start + shared) for ids in whole]
-
-
-def _in_common(one: list[int], other: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _longest(row: Row) -> int:
@@ -191,33 +183,21 @@ def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
         for j, (ids, start) in enumerate(row):
             counts[i, j] = len(ids) - start
             wanted.setdefault(tuple(ids[:-1]), []).append((i, j))
-    for batch in _batches(sorted(wanted, key=len), model):
-        length = len(batch[-1])
-        inputs = torch.full((len(batch), length), pad)
-        mask = torch.zeros_like(inputs)
-        for k, given in enumerate(batch):
-            inputs[k, : len(given)], mask[k, : len(given)] = torch.tensor(given), 1
-        out = model(input_ids=inputs.to(model.device), attention_mask=mask.to(model.device), use_cache=False)
+    inputs = sorted(wanted, key=len)
+    lengths = np.array([len(given) for given in inputs])
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    most = min(TOKENS, LOGITS.get(model.device.type, 1 << 26) // vocabulary)  # tokens that fit into memory
+    for start, end in pairwise([0, *fill_batches(lengths, most)]):
+        batch = inputs[start:end]
+        padded, real = map(torch.from_numpy, pad_rows(np.concatenate(batch), lengths[start:end], pad))
+        mask = real.long().to(model.device)
+        out = model(input_ids=padded.to(model.device), attention_mask=mask, use_cache=False)
         for k, given in enumerate(batch):
             for i, j in wanted[given]:
-                ids, start = rows[i][j]
-                logs = out.logits[k, start - 1 : len(given)].float().log_softmax(-1)
-                targets = torch.tensor(ids[start:], device=logs.device)
+                tokens, first = rows[i][j]
+                logs = out.logits[k, first - 1 : len(given)].float().log_softmax(-1)
+                targets = torch.tensor(tokens[first:], device=logs.device)
                 sums[i, j] = float(logs.gather(1, targets[:, None]).double().sum())
     if not np.isfinite(sums).all():
         raise UserError("the model gives likelihoods that are not finite; its weights may be damaged")
     return sums, counts
-
-
-def _batches(inputs: list[tuple[int, ...]], model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """Batches of inputs of similar length, as many as fit into memory."""
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    most = min(TOKENS, LOGITS.get(model.device.type, 1 << 26) // vocabulary)
-    group: list[tuple[int, ...]] = []
-    for ids in inputs:
-        if group and (len(group) + 1) * len(ids) > most:
-            yield group
-            group = []
-        group.append(ids)
-    if group:
-        yield group

@@ -16,8 +16,8 @@ from oelm.models.gpt_config import OelmGPTConfig
 _REPORTED = {
     ("orthogonal", True): "oelm",
     ("orthogonal", False): "oelm-trainable",
-    ("normal", True): "oelm-random",
-    ("normal", False): "baseline",
+    **dict.fromkeys((("normal", True), ("random", True)), "oelm-random"),
+    **dict.fromkeys((("normal", False), ("random", False)), "baseline"),
 }
 
 
@@ -41,21 +41,12 @@ def create_oelm_classifier(
     """
     if num_classes < 1:
         raise UserError(f"num_classes must be at least 1, not {num_classes}")
-    if method is None:
-        kind = "normal" if init_method == "random" else init_method
-        method = _REPORTED.get((kind, bool(freeze_qk)))
+    method = method or _REPORTED.get((init_method, bool(freeze_qk)))
     if method is None:
         raise UserError(f"init_method must be 'orthogonal' or 'normal', not {init_method!r}")
-    fields = {
-        "num_labels": num_classes,
-        "d_model": d_model,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "dropout": dropout,
-        "attention_dropout": dropout,
-        "init_seed": seed,
-    }
-    model = OelmGPTForSequenceClassification(OelmGPTConfig(**(fields | config)))
+    sizes = {"num_labels": num_classes, "d_model": d_model, "num_layers": num_layers, "num_heads": num_heads}
+    rates: dict[str, Any] = {"dropout": dropout, "attention_dropout": dropout, "init_seed": seed}
+    model = OelmGPTForSequenceClassification(OelmGPTConfig(**(sizes | rates | config)))
     convert(model, method, seed=seed)
     return model
 
@@ -68,25 +59,13 @@ def to_gpt2(model: OelmGPTForCausalLM) -> PreTrainedModel:
     if not isinstance(model, OelmGPTForCausalLM) or model.config.positions != "learned":
         raise UserError("only a causal reference GPT with learned positions is a GPT-2")
     config = model.config
-    target = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.max_position_embeddings,
-            n_embd=config.d_model,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            n_inner=config.d_ff,
-            activation_function="gelu",
-            resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.attention_dropout,
-            layer_norm_epsilon=config.layer_norm_eps,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
-    )
+    same = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    target = GPT2LMHeadModel(GPT2Config(
+        n_positions=config.max_position_embeddings, n_embd=config.d_model, n_layer=config.num_layers,
+        n_head=config.num_heads, n_inner=config.d_ff, activation_function="gelu", resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout, attn_pdrop=config.attention_dropout,
+        layer_norm_epsilon=config.layer_norm_eps, **{name: getattr(config, name) for name in same},
+    ))  # fmt: skip
     nn.Module.to(target, model.dtype)
     result = target.load_state_dict(_gpt2_state(model), strict=False)
     assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}, result

@@ -62,18 +62,14 @@ class Family:
     score_scale: float | None = None
 
 
-def _bert_attention(at: str) -> Attention:
-    return Attention(at, q="self.query", k="self.key", v="self.value", o="output.dense")
-
-
-def _bart_attention(at: str, stack: str) -> Attention:
-    return Attention(at, q="q_proj", k="k_proj", v="v_proj", o="out_proj", heads=f"{stack}_attention_heads")
-
+_BERT_PARTS = ("self.query", "self.key", "self.value", "output.dense")
+_PARTS = ("q_proj", "k_proj", "v_proj")
+_DECODER = "decoder_attention_heads"
 
 _BERT = Family(
     attentions=(
-        _bert_attention("encoder.layer.*.attention"),
-        _bert_attention("encoder.layer.*.crossattention"),
+        Attention("encoder.layer.*.attention", *_BERT_PARTS),
+        Attention("encoder.layer.*.crossattention", *_BERT_PARTS),
     ),
     ffn_in=("encoder.layer.*.intermediate.dense",),
     ffn_out=("encoder.layer.*.output.dense",),
@@ -81,16 +77,7 @@ _BERT = Family(
 )
 _ROBERTA = replace(_BERT, positions="after padding")
 _LLAMA = Family(
-    attentions=(
-        Attention(
-            "layers.*.self_attn",
-            q="q_proj",
-            k="k_proj",
-            v="v_proj",
-            o="o_proj",
-            kv_heads="num_key_value_heads",
-        ),
-    ),
+    attentions=(Attention("layers.*.self_attn", *_PARTS, "o_proj", kv_heads="num_key_value_heads"),),
     ffn_in=("layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"),
     ffn_out=("layers.*.mlp.down_proj",),
 )
@@ -98,7 +85,7 @@ _T5_FFN = ("encoder.block.*.layer.1.DenseReluDense", "decoder.block.*.layer.2.De
 
 _FAMILIES = {
     "oelm-gpt": Family(
-        attentions=(Attention("h.*.attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),),
+        attentions=(Attention("h.*.attn", *_PARTS, "o_proj"),),
         ffn_in=("h.*.mlp.fc_in",),
         ffn_out=("h.*.mlp.fc_out",),
     ),
@@ -107,9 +94,7 @@ _FAMILIES = {
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "distilbert": Family(
-        attentions=(
-            Attention("transformer.layer.*.attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
-        ),
+        attentions=(Attention("transformer.layer.*.attention", "q_lin", "k_lin", "v_lin", "out_lin"),),
         ffn_in=("transformer.layer.*.ffn.lin1",),
         ffn_out=("transformer.layer.*.ffn.lin2",),
         embedding_norms=("embeddings.LayerNorm",),
@@ -143,9 +128,9 @@ _FAMILIES = {
     ),
     "bart": Family(
         attentions=(
-            _bart_attention("encoder.layers.*.self_attn", "encoder"),
-            _bart_attention("decoder.layers.*.self_attn", "decoder"),
-            _bart_attention("decoder.layers.*.encoder_attn", "decoder"),
+            Attention("encoder.layers.*.self_attn", *_PARTS, "out_proj", heads="encoder_attention_heads"),
+            Attention("decoder.layers.*.self_attn", *_PARTS, "out_proj", heads=_DECODER),
+            Attention("decoder.layers.*.encoder_attn", *_PARTS, "out_proj", heads=_DECODER),
         ),
         ffn_in=("encoder.layers.*.fc1", "decoder.layers.*.fc1"),
         ffn_out=("encoder.layers.*.fc2", "decoder.layers.*.fc2"),
@@ -225,7 +210,6 @@ def family_of(model: nn.Module) -> Family:
 
 
 def family_row(model_type: str) -> Family:
-    """The table's row for a `config.model_type`, or an error that says which there are and how to add one."""
     if model_type not in FAMILIES:
         raise UserError(
             f"no table row for architecture {model_type!r}; supported: {', '.join(FAMILIES)}. To add one: "
@@ -241,13 +225,12 @@ def find_sites(model: nn.Module) -> list[Site]:
     sites: list[Site] = []
     for attention in family.attentions:
         sites += _attention_sites(model, family, attention, modules)
-    for role, patterns in (("ffn_in", family.ffn_in), ("ffn_out", family.ffn_out)):
-        for pattern in patterns:
+    for role in ("ffn_in", "ffn_out"):
+        for pattern in getattr(family, role):
             matches = _match(pattern, modules)
-            sites += [
-                Site(role, layer, len(matches), modules[key][0], f"{key}.weight", modules[key][1])
-                for layer, key in matches
-            ]
+            for layer, key in matches:
+                path, module = modules[key]
+                sites.append(Site(role, layer, len(matches), path, f"{key}.weight", module))
     if not {"q", "k"} <= {site.role for site in sites}:
         raise UserError(
             f"found no query and key projections in this {type(model).__name__}: its row does not fit"
@@ -287,15 +270,11 @@ def _attention_sites(
                     part = PARTS.index(role)
             site = Site(role, layer, len(matches), path, name, module, heads, part, split, attention.layout)
             if role in ("q", "k"):
-                site.score_scale = _score_scale(model, family, projection, site)
+                scale = family.score_scale
+                if scale is None:
+                    scale = getattr(model.get_submodule(projection.rpartition(".")[0]), "scaling", None)
+                site.score_scale = float(scale) if isinstance(scale, int | float) else site.head_dim**-0.5
             yield site
-
-
-def _score_scale(model: nn.Module, family: Family, projection: str, site: Site) -> float:
-    if family.score_scale is not None:
-        return family.score_scale
-    scaling = getattr(model.get_submodule(projection.rpartition(".")[0]), "scaling", None)
-    return float(scaling) if isinstance(scaling, int | float) else site.head_dim**-0.5
 
 
 def relative_name(model: nn.Module, path: str) -> str:

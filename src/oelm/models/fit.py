@@ -9,11 +9,9 @@ from oelm.models.families import FAMILIES
 
 def agree_on_padding(model: Any, tokenizer: Any) -> None:
     """Tell a classifier that reads a text's last token which token is padding, or refuse the tokenizer.
-
     GPT-2, Llama and similar models read the last token that is not `config.pad_token_id`; with another id
     there they would read the padding. T5 and BART read the last `config.eos_token_id`. All others recognise
-    padding by its mask and keep their config: RoBERTa counts positions from that id.
-    """
+    padding by its mask and keep their config: RoBERTa counts positions from that id."""
     if "SequenceClassification" not in type(model).__name__:
         return
     if model.config.is_encoder_decoder:

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from oelm.convert import convert
-from oelm.data.tokenizer import load_tokenizer, pad_id
+from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.conversion_report import ConversionReport
@@ -79,16 +78,13 @@ def _loading(model: PreTrainedModel) -> str:
 
 
 UNTRAINED = "It was converted and not trained since: fine-tune it before use."
-SAMPLE_TOKENS = 128  # of each text that scores are measured on
 
 
 def convert_checkpoint(
-    model: str, method: Method, out: Path, seed: int, tokenizer: str | None, texts: list[str] | None
+    model: str, method: Method, out: Path, seed: int, tokenizer: str | None
 ) -> ConversionReport:
-    """Convert a checkpoint (a folder or a hub id) and save it in a new folder.
-
-    `tokenizer`: where it is, if not with the model; `texts`: what the report measures attention scores on.
-    """
+    """Convert a checkpoint (a folder or a hub id) and save it in a new folder. `tokenizer`: where it is, if
+    not with the model."""
     check_new_folder(out)
     check_checkpoint(model)
     words = load_tokenizer(tokenizer or model)
@@ -99,7 +95,7 @@ def convert_checkpoint(
             f"the tokenizer of {tokenizer or model} has {len(words):,} tokens, but the model knows {rows:,}; "
             "name its own with --tokenizer"
         )
-    report = convert(loaded, method, seed=seed, sample=None if texts is None else _sample(words, texts))
+    report = convert(loaded, method, seed=seed)
     title = f"{short_name(model)}, converted by `{report.method}`"
     card = model_card(title, loaded, report, model, [UNTRAINED])
     try:
@@ -108,14 +104,3 @@ def convert_checkpoint(
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}; name another folder") from None
     return report
-
-
-def _sample(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
-    """The texts as one padded batch, (texts, tokens)."""
-    rows = [row for row in tokenizer(texts, truncation=True, max_length=SAMPLE_TOKENS)["input_ids"] if row]
-    if not rows:
-        raise UserError("--sample has no tokens; give it more text")
-    real = torch.arange(max(map(len, rows))) < torch.tensor([len(row) for row in rows])[:, None]
-    ids = torch.full(real.shape, pad_id(tokenizer))
-    ids[real] = torch.tensor([token for row in rows for token in row])
-    return {"input_ids": ids, "attention_mask": real.long()}

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Conv1D
 
-from oelm.system.private_torch import version_of
-
 PARTS = ("q", "k", "v")
 
 
@@ -26,15 +24,13 @@ def as_linear(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def part_view(tensor: Tensor, index: int, heads: int, layout: str, count: int = 3) -> Tensor:
-    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, or one of `count`, as a view.
-
-    "concat" stores all of q, then all of k, then all of v; "per-head" stores q, k and v of head 0,
-    then those of head 1, and so on.
-    """
+def part_view(tensor: Tensor, index: int, heads: int, layout: str) -> Tensor:
+    """The q (0), k (1) or v (2) share of a fused tensor's first dimension, as a view. "concat" stores all of
+    q, then all of k, then all of v; "per-head" stores q, k and v of head 0, then those of head 1, and so
+    on."""
     if layout == "concat":
-        return tensor.unflatten(0, (count, -1))[index]
-    return tensor.unflatten(0, (heads, count, -1))[:, index]
+        return tensor.unflatten(0, (3, -1))[index]
+    return tensor.unflatten(0, (heads, 3, -1))[:, index]
 
 
 def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
@@ -45,12 +41,11 @@ def fuse(parts: Sequence[Tensor], heads: int, layout: str) -> Tensor:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward computes weight gradients for the trainable parts only. No gradient
-    flows through the first `constant` parts (layout "concat" only)."""
+    """x @ weight.T + bias, whose backward computes weight gradients for the trainable parts only."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str, int], *trained: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pick: tuple[int, str], *trained: Any
     ) -> Tensor:
         # `trained` holds weight and bias of every part, None where frozen. Their values are in `weight`
         # already; they are passed so that autograd gives them their gradients.
@@ -62,20 +57,18 @@ class _PackedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        heads, layout, constant = ctx.pick
+        heads, layout = ctx.pick
         wanted = ctx.needs_input_grad[4:]
-        count = len(wanted) // 2
-        first = constant * len(weight) // count
-        grad_x = grad[..., first:] @ weight[first:] if ctx.needs_input_grad[0] else None
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         grads: list[Tensor | None] = [None] * len(wanted)
-        if layout == "concat" and not constant and wanted == (True, False) * count:
-            grads[::2] = (flat_grad.t() @ flat_x).chunk(count)
+        if layout == "concat" and wanted == (True, False) * 3:
+            grads[::2] = (flat_grad.t() @ flat_x).chunk(3)
             return (grad_x, None, None, None, *grads)
-        for index in range(constant, count):
-            if not (wanted[2 * index] or wanted[2 * index + 1]):
+        for index in range(3):
+            if not any(wanted[2 * index : 2 * index + 2]):
                 continue
-            part = part_view(flat_grad.t(), index, heads, layout, count).reshape(-1, flat_grad.shape[0])
+            part = part_view(flat_grad.t(), index, heads, layout).reshape(-1, flat_grad.shape[0])
             if wanted[2 * index]:
                 grads[2 * index] = part @ flat_x
             if wanted[2 * index + 1]:
@@ -119,53 +112,14 @@ class _SplitProduct(torch.autograd.Function):
         return (grad_x, None, None, *grad_weights)
 
 
-class FusedWeights:
-    """A cache of the fused weight and bias while a text is generated, token by token.
-
-    It serves calls of one position without gradients only, and any other call empties it: an optimizer or
-    FSDP may change a parameter without changing its version, but not between two such calls.
-    """
-
-    def __init__(self) -> None:
-        self.key: Any = None
-        self.value: tuple[Tensor, Tensor | None] | None = None
-
-    def get(self, parts: Sequence[nn.Linear], heads: int, layout: str) -> tuple[Tensor, Tensor | None]:
-        tensors = [t for part in parts for t in (part.weight, part.bias) if t is not None]
-        key = [(t.data_ptr(), version_of(t), t.dtype) for t in tensors]
-        if self.value is None or key != self.key:
-            biases = [part.bias for part in parts]
-            bias = None if biases[0] is None else fuse(biases, heads, layout)
-            self.key, self.value = key, (fuse([part.weight for part in parts], heads, layout), bias)
-        return self.value
-
-    def __deepcopy__(self, memo: Any) -> "FusedWeights":
-        return FusedWeights()
-
-
 def packed_linear(
-    x: Tensor,
-    parts: Sequence[nn.Linear],
-    heads: int,
-    layout: str = "concat",
-    kept: FusedWeights | None = None,
-    joint: Tensor | None = None,
-    constant: int = 0,
+    x: Tensor, parts: Sequence[nn.Linear], heads: int, layout: str = "concat", joint: Tensor | None = None
 ) -> Tensor:
-    """The outputs of the q, k and v projections (or of k and v) in one fused tensor, by one matrix product.
-
-    `joint` is their fused weight, if it exists already. No gradient flows through the first `constant`
-    outputs (layout "concat" only).
-    """
-    if kept is not None and not torch.compiler.is_compiling():
-        if _is_next_token(x):
-            return F.linear(x, *kept.get(parts, heads, layout))
-        kept.value = None
+    """The outputs of the q, k and v projections in one fused tensor, by one matrix product. `joint` is their
+    fused weight, if it exists already."""
     weights = [part.weight for part in parts]
     biases = None if parts[0].bias is None else [part.bias for part in parts]
-    tensors = [*weights, *(biases or [])]
-    alike = all(t.requires_grad for t in tensors) or not any(t.requires_grad for t in tensors)
-    if alike and joint is None and not constant:
+    if joint is None and _alike([*weights, *(biases or [])]):
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
@@ -174,21 +128,23 @@ def packed_linear(
     trained = [
         t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
     ]
-    return _PackedProduct.apply(*as_autocast(x, weight, bias), (heads, layout, constant), *trained)
+    return _PackedProduct.apply(*as_autocast(x, weight, bias), (heads, layout), *trained)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all gradients are needed, or none."""
+    return len({tensor.requires_grad for tensor in tensors}) == 1
 
 
 def split_linear(
     x: Tensor, parts: Sequence[nn.Linear], joint: Tensor | None = None, constant: int = 0
 ) -> tuple[Tensor, ...]:
-    """The outputs of several projections of one input, all without bias, by one matrix product.
-
-    `joint` is their concatenated weight, if it exists already. No gradient flows through the first `constant`
-    outputs.
-    """
+    """The outputs of several projections of one input, all without bias, by one matrix product. `joint` is
+    their concatenated weight, if it exists already. No gradient flows through the first `constant`
+    outputs."""
     weights = [part.weight for part in parts]
-    alike = all(w.requires_grad for w in weights) or not any(w.requires_grad for w in weights)
-    if alike and joint is None and not constant:
-        return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)  # all gradients are needed, or none
+    if joint is None and not constant and _alike(weights):
+        return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)
     with torch.no_grad():
         weight = torch.cat(weights) if joint is None else joint
     x, weight, _ = as_autocast(x, weight, None)
@@ -196,10 +152,6 @@ def split_linear(
     if torch.is_grad_enabled() and (x.requires_grad or any(t is not None for t in trained)):
         return _SplitProduct.apply(x, weight, constant, *trained)
     return F.linear(x, weight).chunk(len(parts), -1)
-
-
-def _is_next_token(x: Tensor) -> bool:
-    return x.shape[-2] == 1 and not torch.is_grad_enabled()
 
 
 def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -217,7 +169,7 @@ class SplitQKV(nn.Module):
 
     def __init__(self, fused: nn.Linear | Conv1D, heads: int, layout: str) -> None:
         super().__init__()
-        self.heads, self.layout, self.kept = heads, layout, FusedWeights()
+        self.heads, self.layout = heads, layout
         self.transposed = isinstance(fused, Conv1D)
         weight, bias = as_linear(fused), fused.bias
         for index, name in enumerate(PARTS):
@@ -245,7 +197,10 @@ class SplitQKV(nn.Module):
         return None if biases[0] is None else fuse(biases, self.heads, self.layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.parts, self.heads, self.layout, self.kept)
+        if x.shape[-2] == 1 and not torch.is_grad_enabled():  # a token of a text that is generated
+            outputs = [part(x).movedim(-1, 0) for part in self.parts]
+            return fuse(outputs, self.heads, self.layout).movedim(0, -1)
+        return packed_linear(x, self.parts, self.heads, self.layout)
 
     def to_fused(self) -> nn.Linear | Conv1D:
         """The module this one replaced, with the weights as they are now."""

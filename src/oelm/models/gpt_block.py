@@ -95,11 +95,9 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def attention_mask_of(valid: Tensor, queries: int, causal: bool) -> Tensor:
-    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S).
-
-    A padded query may look at itself: with nothing to look at its softmax would be NaN, and the NaN
-    would reach real tokens through the next layer.
-    """
+    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S). A padded query may
+    look at itself: with nothing to look at its softmax would be NaN, and the NaN would reach real tokens
+    through the next layer."""
     seen = valid.shape[1]
     query = torch.arange(seen - queries, seen, device=valid.device)[:, None]
     key = torch.arange(seen, device=valid.device)[None, :]

@@ -47,23 +47,16 @@ class OelmGPTConfig(PreTrainedConfig):
             raise UserError("d_model, num_heads, num_layers and vocab_size must be positive")
         if self.d_model % self.num_heads:
             raise UserError(f"d_model {self.d_model} is not a multiple of num_heads {self.num_heads}")
-        if self.positions not in ("learned", "rotary"):
-            raise UserError(f"positions must be 'learned' or 'rotary', not {self.positions!r}")
+        for name, known in (("positions", ("learned", "rotary")), ("pooling", ("last", "mean"))):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} must be '{known[0]}' or '{known[1]}', not {getattr(self, name)!r}")
         if self.positions == "rotary" and self.d_model // self.num_heads % 2:
             raise UserError(f"rotary positions need an even head size, not {self.d_model // self.num_heads}")
-        if self.pooling not in ("last", "mean"):
-            raise UserError(f"pooling must be 'last' or 'mean', not {self.pooling!r}")
 
 
 def gpt_config(preset: str, **overrides: Any) -> OelmGPTConfig:
     """The configuration of a named size; keyword arguments override its fields."""
     if preset not in SIZES:
         raise UserError(f"unknown model {preset!r}; known sizes: {', '.join(PRESETS)}")
-    layers, d_model, heads, positions = SIZES[preset]
-    fields = {
-        "num_layers": layers,
-        "d_model": d_model,
-        "num_heads": heads,
-        "max_position_embeddings": positions,
-    }
-    return OelmGPTConfig(**{**fields, **overrides})
+    names = ("num_layers", "d_model", "num_heads", "max_position_embeddings")
+    return OelmGPTConfig(**dict(zip(names, SIZES[preset], strict=True)) | overrides)

@@ -15,7 +15,7 @@ from transformers import Conv1D
 from oelm.errors import UserError
 from oelm.models.families import find_sites
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.system.private_peft import BASE_LAYER, base_layer, has_lora, is_adapter, plain_name, weight_change
+from oelm.system.private_peft import BASE_LAYER, base_layer, has_lora, plain_name, weight_change
 
 ADAPTED = ("q", "v")
 
@@ -53,10 +53,6 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The projections with an adapter, by their paths."""
     return {path: module for path, module in model.named_modules() if has_lora(module)}
-
-
-def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def merged(layer: Any) -> nn.Module:

@@ -1,10 +1,13 @@
 """Load a checkpoint from a folder or the hub, and refuse one that is not what its config says.
 
-Only safetensors are read, and no code that comes with a checkpoint is run. transformers fills missing tensors
-with random numbers and drops superfluous ones; here both are errors, except in the head of a new task.
+Only safetensors of its own folder are read, and no code that comes with a checkpoint is run: transformers
+unpickles a shard whose name in the index does not end in .safetensors, and loads an adapter from the same
+folder, even a pickled one. transformers fills missing tensors with random numbers and drops superfluous ones;
+here both are errors, except in the head of a new task.
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -19,19 +22,10 @@ from transformers.utils import logging
 
 from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
-from oelm.models.weights import check_weights, quantised
 from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
-from oelm.system.private_transformers import initialize_again
+from oelm.system.private_transformers import hub_file, initialize_again
 
-HUB_ARGUMENTS = (
-    "subfolder",
-    "revision",
-    "token",
-    "cache_dir",
-    "local_files_only",
-    "force_download",
-    "proxies",
-)
+HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 # Arguments of every `from_pretrained`. Tensors of the wrong shape are reported here, by name.
 ALWAYS = {
     "use_safetensors": True,
@@ -40,11 +34,13 @@ ALWAYS = {
     "output_loading_info": True,
 }
 LAYER = re.compile(r"\.\d+\.")
+INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+PLAIN = re.compile(r"[^/\\\x00]+\.safetensors")  # a file of the checkpoint's own folder
 
 
 def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `from_pretrained` that say where a checkpoint is."""
-    return {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+    return {key: kwargs[key] for key in HUB if key in kwargs}
 
 
 def load_config(name: str, **hub: Any) -> PreTrainedConfig:
@@ -65,7 +61,7 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     if getattr(config, "auto_map", None):
         raise _own_code(name)
     if getattr(config, "quantization_config", None):
-        raise quantised(name, "config.json has a quantization_config")
+        raise UserError(f"{name} is quantised: use the full-precision model, and quantise it afterwards")
     return config
 
 
@@ -76,9 +72,63 @@ def check_checkpoint(name: str) -> None:
 
 
 def check_files(name: str, **kwargs: Any) -> None:
-    """Refuse a checkpoint whose weights are not safetensors of its own. `kwargs` are `from_pretrained`'s."""
+    """Refuse a checkpoint if loading it would read anything but safetensors of its own folder. `kwargs` are
+    `from_pretrained`'s."""
     hub = hub_arguments(kwargs)
-    check_weights(name, hub, getattr(load_config(name, **hub), "transformers_weights", None))
+    weights = getattr(
+        load_config(name, **hub), "transformers_weights", None
+    )  # a file, if the config names one
+    if Path(name).is_file():
+        raise UserError(f"{name} is a file: name the folder of a model")
+    if weights is not None and not (
+        isinstance(weights, str) and PLAIN.fullmatch(weights.removesuffix(".index.json"))
+    ):
+        raise UserError(
+            f"{name}: config.json names the weights {weights!r}, which are no safetensors of its own"
+        )
+    _refuse_pickles(Path(name, hub.get("subfolder") or ""), name)
+    if any(True for _ in _files(name, ADAPTER, hub)):
+        raise UserError(f"{name} holds an adapter ({ADAPTER}): merge it into its model, and save that")
+    index = weights if weights is not None and weights.endswith(".json") else INDEX
+    for path in _files(name, index, hub):
+        _check_index(name, path)
+
+
+def _files(name: str, file: str, hub: Mapping[str, Any]) -> Iterator[Path]:
+    """The file of that name, if the checkpoint has it; in a folder, also the indices of its variants."""
+    if Path(name).is_dir():
+        pattern = f"{file.removesuffix('.json')}*.json" if file.endswith(".index.json") else file
+        yield from sorted(Path(name, hub.get("subfolder") or "").glob(pattern))
+    elif (path := hub_file(name, file, hub)) is not None:
+        yield path
+
+
+def _check_index(name: str, path: Path) -> None:
+    try:
+        if not path.is_file():
+            raise OSError
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(
+            f"{name}: {path.name} is not the index of a checkpoint; save the model again"
+        ) from None
+    for file in files:
+        if not isinstance(file, str) or not PLAIN.fullmatch(file):
+            raise UserError(
+                f"{name}: {path.name} names {file!r}, which is not a safetensors file of that folder: "
+                "nothing else is read, since a pickle can run code"
+            )
+
+
+def _refuse_pickles(folder: Path, name: str) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
+        for path in folder.glob(pattern):
+            raise UserError(
+                f"{name} has its weights in {path.name} only, a pickle, which can run code when it is read: "
+                "save the model as safetensors where you trust it"
+            )
 
 
 def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
@@ -121,11 +171,9 @@ def load_checkpoint(
 
 
 def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[str]) -> set[str]:
-    """The parameters of the task's head among those `missing` or of another shape in the checkpoint.
-
-    A head is outside the base model; where the base model has no prefix, as in some T5s, it is a part of
-    which nothing was saved. A pooler is inside the base model, but some tasks do not save it.
-    """
+    """The parameters of the task's head among those `missing` or of another shape in the checkpoint. A head
+    is outside the base model; where the base model has no prefix, as in some T5s, it is a part of which
+    nothing was saved. A pooler is inside the base model, but some tasks do not save it."""
     prefix = f"{model.base_model_prefix}."
     names = [name for name, _ in model.named_parameters()]
     saved = {name.partition(".")[0] for name in names if name not in missing}
@@ -144,10 +192,8 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
 
 @torch.no_grad()
 def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
-    """Initialise the last layer of the task's head again and return the names of its parameters.
-
-    Nothing is done, and nothing returned, if they are among the `new` ones already.
-    """
+    """Initialise the last layer of the task's head again and return the names of its parameters. Nothing is
+    done, and nothing returned, if they are among the `new` ones already."""
     prefix = f"{model.base_model_prefix}."
     path = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
@@ -158,9 +204,7 @@ def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
 
 def _unexpected(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
     """The tensors a checkpoint should not have: all `unexpected` ones, or only layers beyond the config's.
-
-    Fine-tuning drops another task's head, and buffers that older versions saved never matter.
-    """
+    Fine-tuning drops another task's head, and buffers that older versions saved never matter."""
     buffers = (".position_ids", ".attn.bias", ".masked_bias", ".inv_freq")
     if every:
         return sorted(name for name in unexpected if not name.endswith(buffers))

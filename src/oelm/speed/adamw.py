@@ -65,14 +65,6 @@ class RecordableAdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._begin()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if not hasattr(self, "weights"):  # a copy was made; `load_state_dict` comes here, too
-            self._begin()
-
-    def _begin(self) -> None:
         self.weights: list[nn.Parameter] = []  # those that train
         self.array: Tensor | None = None  # their gradients
         self.together = False  # whether their gradients lie end to end, and nothing else has one
@@ -97,16 +89,11 @@ class RecordableAdamW(torch.optim.AdamW):
         weight, first = self.weights[n], self.firsts[n]
         return self.array[first : first + weight.numel()].view_as(weight)
 
-    def _is_plain(self) -> bool:
-        """Whether all groups take the steps that the kernels know."""
-        shared = {(tuple(group["betas"]), group["eps"]) for group in self.param_groups}
-        return len(shared) == 1 and not any(g["maximize"] or g["amsgrad"] for g in self.param_groups)
-
     @torch.no_grad()
     def gather(self) -> None:
         """Have the gradients that lie elsewhere in their places, too. The first time says what trains."""
         found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        fit = self._is_plain() and all(_is_for(p, self.copies.get(id(p))) for p in found)
+        fit = all(_is_for(p, self.copies.get(id(p))) for p in found)
         if found and not self.weights and fit:
             aligned = adamw_triton.ALIGNED
             ends = np.cumsum([-(-weight.numel() // aligned) * aligned for weight in found])
@@ -181,14 +168,9 @@ class RecordableAdamW(torch.optim.AdamW):
 
 def coefficients(rates: list[float], taken: int, group: dict[str, Any]) -> Tensor:
     """What `coast_` wants to know of every step."""
-    beta1, beta2 = group["betas"]
-    numbers = range(taken + 1, taken + len(rates) + 1)
-    return torch.tensor(
-        [
-            (rate * group["weight_decay"], rate / (1 - beta1**n), (1 - beta2**n) ** 0.5)
-            for n, rate in zip(numbers, rates, strict=True)
-        ]
-    )
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    numbers = enumerate(rates, taken + 1)
+    return torch.tensor([(r * decay, r / (1 - beta1**n), (1 - beta2**n) ** 0.5) for n, r in numbers])
 
 
 def coast(

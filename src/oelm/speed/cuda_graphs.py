@@ -5,8 +5,7 @@ CUDA graph starts them all at once. It wants the same tensors at the same addres
 are filled up to a few shapes (`data.assemble.filled`), and each shape has a graph that is recorded once.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,9 +57,11 @@ class GraphedStep:
                 self.met.add(key)
                 loss, self.norm = self._take(batch.to(self.device))
                 return loss
-            if (recorded := self._attempt(lambda: self._record(batch.to(self.device)))) is None:
+            static = batch.to(self.device)
+            if (recorded := self._record(lambda: self._take(static))) is None:
                 return self.backward(batch, scale)
-            self.graphs[key] = recorded
+            graph, (loss, norm) = recorded
+            self.graphs[key] = graph, static, loss, norm
         graph, static, loss, norm = self.graphs[key]
         copy_batch(batch, static)
         graph.replay()
@@ -75,10 +76,9 @@ class GraphedStep:
         if not self.ended or not self.graphs or self.failed:  # as usual once: the optimizer makes its state
             self.ended = True
             return self.finish()
+        self.end = self.end or self._record(self.finish)
         if self.end is None:
-            self.end = self._attempt(self._record_end)
-            if self.end is None:
-                return self.finish()
+            return self.finish()
         graph, norm = self.end
         graph.replay()
         return norm.clone()
@@ -87,37 +87,22 @@ class GraphedStep:
         loss = self.compute(batch)
         return loss, self.finish() if self.whole else None
 
-    def _attempt(self, record: Callable[[], Any]) -> Any:
-        """What is recorded, or None where that fails, with the gradients as they were.
-
-        A model may wait for the device in the middle of a step, which no graph can.
-        """
+    def _record(self, work: Callable[[], Any]) -> Any:
+        """(the graph, what `work` returned), or None where that fails, with the gradients as they were. A
+        model may wait for the device in the middle of a step, which no graph can."""
         before = [parameter.grad for parameter in self.parameters]
         try:
-            return record()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self.pool):
+                result = work()
+            self.pool = self.pool or graph.pool()
+            return graph, result
         except RuntimeError as error:
             self.failed = str(error).strip().splitlines()[0]
             for parameter, grad in zip(self.parameters, before, strict=True):
                 parameter.grad = grad
             return None
-
-    def _record_end(self) -> tuple[Any, Tensor]:
-        with self._recording() as graph:
-            norm = self.finish()
-        return graph, norm
-
-    def _record(self, batch: Batch) -> tuple[Any, Batch, Tensor, Tensor | None]:
-        with self._recording() as graph:
-            loss, norm = self._take(batch)
-        return graph, batch, loss, norm
-
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[Any]:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool):
-            yield graph
-        self.pool = self.pool or graph.pool()
 
 
 def shapes_of(batch: Batch) -> tuple[Any, ...]:

@@ -11,8 +11,7 @@ the modules stay as they are.
 Shapes in comments: B texts, T positions, C = d_model, H heads, D = C / H.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from oelm.data.assemble import Packing
-from oelm.errors import UserError
 from oelm.models import lm_loss
 from oelm.models.fused import packed_linear, split_linear
 from oelm.models.gpt import (
@@ -32,8 +30,7 @@ from oelm.models.gpt import (
 )
 from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
 from oelm.speed import operations
-from oelm.speed.packed import packed_attention, packed_value_only
-from oelm.speed.value_only import value_only_attention
+from oelm.speed.value_only import packed_value_only, value_only_attention
 
 
 class FastForward:
@@ -59,14 +56,6 @@ class FastForward:
         for module in self.model.modules():
             vars(module).pop("forward", None)
         lm_loss.kernel_for = lm_loss.no_kernel
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        self.install()
-        try:
-            yield
-        finally:
-            self.remove()
 
     def _classifier(
         self,
@@ -100,26 +89,20 @@ class FastForward:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool = False,
         packing: Packing | None = None,
         rows: Tensor | None = None,
-        **_: Any,
+        **other: Any,
     ) -> BaseModelOutputWithPast:
-        """With `packing` the input is one row of packed texts, with positions counted from 0 in each.
-
-        With `rows`, a position for every text counted through all of them, the last block and what follows
-        are computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts.
-        """
-        if input_ids is None or past_key_values is not None or use_cache or output_hidden_states:
-            given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-            return OelmGPTModel.forward(model, *given, output_hidden_states)
-        x = _embed(model.wte, input_ids)  # (B, T, C)
+        """With `packing` the input is one row of packed texts, with positions counted from 0 in each. With
+        `rows`, a position for every text counted through all of them, the last block and what follows are
+        computed for these alone: `last_hidden_state` is (B, 1, C), or (1, texts, C) of packed texts."""
+        cached = other.get("use_cache") or other.get("past_key_values") is not None
+        if input_ids is None or cached or other.get("output_hidden_states"):
+            return OelmGPTModel.forward(model, input_ids, attention_mask, position_ids, **other)
+        wte, plain = model.wte, type(model.wte) is nn.Embedding
+        x = operations.look_up(wte.weight, input_ids) if plain else wte(input_ids)  # (B, T, C)
         mask, causal = None, False
         if packing is not None:
-            _check_packing(model, attention_mask, position_ids)
             model.check_positions(packing.longest)
         else:
             position_ids, mask, causal = model.positions_and_mask(x, attention_mask, position_ids, 0)
@@ -154,10 +137,8 @@ class FastForward:
         cache: Any,
         *fast: Any,
     ) -> Any:
-        """(x, what is still to be added to it): with `rows` (B,) of these rows only, (B, 1, C).
-
-        Called without residual, packing and rows, the block is the model's own.
-        """
+        """(x, what is still to be added to it): with `rows` (B,) of these rows only, (B, 1, C). Called
+        without residual, packing and rows, the block is the model's own."""
         if not fast:
             return Block.forward(block, x, mask, causal, rotation, cache)
         residual, packing, rows = fast
@@ -192,13 +173,18 @@ class FastForward:
         if rotation is not None:
             q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
         if packing is not None:  # one row of packed texts
-            y = _attend_packed(attn, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), packing, rows)
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (T, H, D)
+            if attn.value_only and rows is None:
+                y = packed_value_only(q, k, v, packing)
+            else:  # of one query per text there is little to leave out
+                q, k = (q.detach(), k.detach()) if attn.value_only else (q, k)
+                y = operations.packed_attention(q, k, v, packing, one_query=rows is not None)
             return attn.o_proj(y.view(1, len(y), -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if attn.value_only:
             q, k = q.detach(), k.detach()
             if mask is None and rows is None and not dropout:
-                y = value_only_attention(q, k, v, causal=causal)
+                y = value_only_attention(q, k, v, causal)
                 return attn.o_proj(y.transpose(1, 2).flatten(2))
         if mask is not None and rows is not None:
             mask = mask.flatten(0, 2).index_select(0, rows)[:, None, None]  # (B, 1, 1, S)
@@ -218,25 +204,11 @@ def _project(
     return attn.q_proj(asking), *split_linear(x, parts, joint=kv, constant=constant)
 
 
-def _attend_packed(
-    attn: SelfAttention, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rows: Tensor | None
-) -> Tensor:  # (T, H, D)
-    if attn.value_only and rows is None:
-        return packed_value_only(q, k, v, packing)
-    if attn.value_only:  # of one query per text there is little to leave out
-        q, k = q.detach(), k.detach()
-    return packed_attention(q, k, v, packing, one_query=rows is not None)
-
-
 def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:
     if rows is None:
         return rotation
     angles = rotation.flatten(1, 2).index_select(1, rows)
     return angles.view(2, rotation.shape[1], -1, 1, rotation.shape[-1])
-
-
-def _embed(wte: nn.Module, ids: Tensor) -> Tensor:
-    return operations.look_up(wte.weight, ids) if type(wte) is nn.Embedding else wte(ids)
 
 
 def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
@@ -248,10 +220,3 @@ def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
     text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
     sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
     return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
-
-
-def _check_packing(model: OelmGPTModel, mask: Tensor | None, position_ids: Tensor | None) -> None:
-    if model.causal or mask is not None or position_ids is None:
-        raise UserError("packed texts are for bidirectional models, with position_ids and without a mask")
-    if model.training and model.config.attention_dropout:
-        raise UserError("packed attention knows no attention dropout; set attention_dropout = 0 or pad")

@@ -22,7 +22,7 @@ WORTH_IT = 0.9  # the largest share of rows in use at which others are set aside
 
 
 class LiveEmbedding(nn.Embedding):
-    """Stands where an embedding stood: the same outputs and the same state dict, but `weight` is short."""
+    """Stands where an embedding stood: the same outputs, but `weight` is short."""
 
     def __init__(self, whole: nn.Embedding, used: Tensor) -> None:
         nn.Module.__init__(self)  # an embedding's own would fill a whole matrix with random numbers
@@ -33,15 +33,12 @@ class LiveEmbedding(nn.Embedding):
         weight = whole.weight.detach()
         self.weight = nn.Parameter(weight[self.live.to(weight.device)])
         self.aside = weight[self.idle.to(weight.device)].cpu()
-        self.replaced = False  # whether `aside` came from elsewhere: a run that did not set it aside
         place = torch.full((len(used),), -1)
         place[self.live] = torch.arange(len(self.live))
         self.place: Tensor
         self.register_buffer("place", place.to(weight.device), persistent=False)
         self.padding = None if self.padding_idx is None else int(place[self.padding_idx])
         self.windows: RowWindows | None = None  # that it trains through, where that is faster
-        self.register_state_dict_post_hook(_save_whole)
-        self.register_load_state_dict_pre_hook(_load_whole)
 
     def forward(self, ids: Tensor) -> Tensor:
         found = self if self.windows is None or not self.training else self.windows
@@ -62,8 +59,8 @@ class LiveEmbedding(nn.Embedding):
 
     def close(self) -> None:
         """Let `weight` be up to date and free to be given other values."""
+        self.fold()
         if self.windows is not None:
-            self.windows.fold()
             self.windows.close()
 
     def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor:
@@ -80,9 +77,7 @@ class LiveEmbedding(nn.Embedding):
 
 def set_aside(model: Any, used: np.ndarray) -> tuple[int, int] | None:
     """Replace the input embedding by its rows in use, where it trains, is tied to nothing and that pays.
-
-    Returns how many rows are in use, of how many; None where all stayed.
-    """
+    Returns how many rows are in use, of how many; None where all stayed."""
     whole = model.get_input_embeddings()
     if type(whole) is not nn.Embedding:  # others may do more than look up
         return None
@@ -107,8 +102,7 @@ def put_back(model: nn.Module, shrinkage: Callable[[str], float] = lambda name: 
     for name, live in live_weights(model).items():
         live.close()
         live.windows = None  # which holds on to the optimizer
-        aside = live.aside if live.replaced else live.aside * shrinkage(name)
-        weight = live.widened(live.weight.detach(), aside)
+        weight = live.widened(live.weight.detach(), live.aside * shrinkage(name))
         _put(model, live, nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=live.padding_idx))
 
 
@@ -120,21 +114,4 @@ def live_weights(model: nn.Module) -> dict[str, LiveEmbedding]:
 
 def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     path = next(path for path, module in model.named_modules() if module is old)
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new.train(old.training))
-
-
-def _save_whole(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    assert isinstance(module, LiveEmbedding)
-    module.fold()
-    state[f"{prefix}weight"] = module.widened(state[f"{prefix}weight"].detach(), module.aside)
-
-
-def _load_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    assert isinstance(module, LiveEmbedding)
-    module.close()
-    whole = state[f"{prefix}weight"]
-    aside = whole[module.idle.to(whole.device)].cpu()
-    module.replaced |= not torch.equal(aside, module.aside)
-    module.aside = aside
-    state[f"{prefix}weight"] = module.narrowed(whole)
+    model.set_submodule(path, new.train(old.training))

@@ -1,7 +1,7 @@
 """Operations of a block and of an embedding by kernels of our own, on hardware they were measured on.
 
-What they compute is defined by `packed.portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a
-sum, and by `F.embedding`.
+What they compute is defined by `portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a sum,
+and by `F.embedding`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.data.assemble import Packing
+from oelm.system.private_torch import varlen_attn
 
 try:
     from oelm.speed.kernels import attention_triton, cross_entropy_triton, joint_triton, norm_triton
@@ -68,6 +69,43 @@ def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tenso
     return joint_triton.forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
 
 
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
+    """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it.
+    `one_query`: q is (texts, H, D), a query for every text. That of a text without tokens gives zeros."""
+    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        bounds, longest = packing
+        queries, most = bounds, longest
+        if one_query:
+            queries, most = torch.arange(len(bounds), dtype=torch.int32, device=q.device), 1
+        out = varlen_attn(q, k, v, queries, bounds, most, longest)
+        assert isinstance(out, Tensor)
+        return out
+    return portable(q, k, v, packing, one_query)
+
+
+def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
+    """The same through padding and `F.scaled_dot_product_attention`: the definition, for any device."""
+    starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
+    place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
+    real = place < ends[:, None]
+    place = place.clamp(max=len(k) - 1).flatten()
+
+    def widen(x: Tensor) -> Tensor:  # not by indexing, whose backward pass is slow
+        return x.index_select(0, place).unflatten(0, real.shape).transpose(1, 2)  # (S, H, T, D)
+
+    if one_query:
+        some = real.any(1)
+        mask = (real | ~some[:, None])[:, None, None]
+        out = F.scaled_dot_product_attention(q[:, :, None], widen(k), widen(v), attn_mask=mask)[:, :, 0]
+        return out * some[:, None, None]
+    # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
+    mask = (real[:, None, :] | ~real[:, :, None])[:, None]
+    out = F.scaled_dot_product_attention(widen(q), widen(k), widen(v), attn_mask=mask).transpose(1, 2)
+    token = torch.arange(len(q), device=q.device)
+    text = torch.searchsorted(ends, token, right=True)
+    return out.flatten(0, 1).index_select(0, text * packing.longest + token - starts[text])
+
+
 def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x + residual, LayerNorm of that sum in autocast's dtype); of the sum only `rows`, if given:
     (B, rows / B, C)."""
@@ -78,10 +116,8 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | Non
 
 
 def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`).
-
-    Without it, the passes over the logits cost a GPU as much time as the products.
-    """
+    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`). Without it, the
+    passes over the logits cost a GPU as much time as the products."""
     if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
         return None
     here = hidden.is_cuda or cross_entropy_triton.INTERPRETED
@@ -94,11 +130,8 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
-    """The embedding of every id.
-
-    Its gradient is added up in one order, so the same inputs give the same bits, and without the sorting that
-    PyTorch's deterministic gradient needs.
-    """
+    """The embedding of every id. Its gradient is added up in one order, so the same inputs give the same
+    bits, and without the sorting that PyTorch's deterministic gradient needs."""
     trains = weight.requires_grad and torch.is_grad_enabled()
     if trains and weight.is_cuda and row_sums is not None and kernels_allowed():
         return Lookup.apply(weight, ids)

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from oelm.data import Epoch
-from oelm.data.tasks.base import Batch, Objective
+from oelm.data.tasks.base import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
@@ -19,10 +18,9 @@ from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
 from oelm.speed.operations import have_kernels, without_kernels
 from oelm.speed.row_windows import RowWindows, make_windows
-from oelm.speed.watch import UNWATCHED, compare, due, has_dropout, measure, skip, yardstick
+from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
-from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import layer_scales, learning_rate, make_optimizer, shrinkage
 from oelm.training.step import PlainStep, Watch
 
@@ -30,21 +28,15 @@ from oelm.training.step import PlainStep, Watch
 class FastStep(PlainStep):
     plain = False
 
-    def __init__(
-        self,
-        resolved: ResolvedRun,
-        objective: Objective,
-        raw: Any,
-        state: PartialState,
-        watch: Watch | None = None,
-    ) -> None:
-        super().__init__(resolved, objective, raw, state)
-        self.watch = watch
+    def __init__(self, *given: Any, watch: Watch | None = None) -> None:
+        """`given` as for the plain step; with `watch` it is compared with that one now and then."""
+        super().__init__(*given)
+        raw, self.watch = self.raw, watch
         self.forward = None
         if isinstance(raw, OelmGPTPreTrainedModel):
             sizes = raw.config.d_model, raw.config.num_heads
             dtype = DTYPES.get(self.precision, torch.float32)
-            self.forward = FastForward(raw, have_kernels(state.device, dtype, *sizes))
+            self.forward = FastForward(raw, have_kernels(self.state.device, dtype, *sizes))
             self.forward.install()
         self.windows = self._make_windows()
         if self.windows is not None:
@@ -152,7 +144,7 @@ class FastStep(PlainStep):
             right = yardstick(self, batches, k)  # before the weights move
         except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
             torch.cuda.empty_cache()
-            skip(self.watch)
+            self.watch.skipped, self.watch.again = self.watch.skipped + 1, False
             return self._take(number, batches, k)
         fast = measure(self, batches, k, plain=False) if has_dropout(self.raw) else None
         loss, norm, tokens = self._take(number, batches, k)
@@ -213,7 +205,7 @@ class FastStep(PlainStep):
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         model, moments = self.capture()
         for name, live in live_weights(self.raw).items():  # rows set aside take the decay they missed
-            model[name][live.idle] *= 1.0 if live.replaced else self._shrinkage(name, steps)
+            model[name][live.idle] *= self._shrinkage(name, steps)
         self.close()
         return model, moments
 
@@ -231,7 +223,7 @@ class FastStep(PlainStep):
     def why_unwatched(self) -> str | None:
         if self.state.num_processes > 1:
             return "several processes"
-        return UNWATCHED.get(self.precision)
+        return None if self.precision in TOLERANCE else f"{self.precision} has no tolerance"
 
     def paths(self) -> dict[str, Any]:
         failed = "" if self.graphed is None else self.graphed.failed

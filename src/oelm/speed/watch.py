@@ -32,15 +32,8 @@ TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "
 MAX_ERROR_RATIO = 4  # allowed error of the fast path over the plain path's, both against float32
 
 
-UNWATCHED = {"fp16": "fp16 has no tolerance"}  # by precision: why the fast path is not compared
-
-
 def due(watch: Watch, step: int) -> bool:
     return watch.again or step in EARLY or (step > 0 and step % EVERY == 0)
-
-
-def skip(watch: Watch) -> None:
-    watch.skipped, watch.again = watch.skipped + 1, False
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -68,11 +61,9 @@ def yardstick(step: "FastStep", batches: Epoch, k: int) -> Yardstick:
 
 
 def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: str, step: int) -> None:
-    """Note the relative deviations of the fast path's numbers from the plain path's.
-
-    Raises RunError where they are beyond the tolerance and float32 says that the fast path is to blame. What
-    is not finite in the plain path, too, is for the run itself to notice.
-    """
+    """Note the relative deviations of the fast path's numbers from the plain path's. Raises RunError where
+    they are beyond the tolerance and float32 says that the fast path is to blame. What is not finite in the
+    plain path, too, is for the run itself to notice."""
     for name, allowed in TOLERANCE[precision].items():
         deviation = _deviation(fast[name], right.plain[name])
         if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):
@@ -95,9 +86,7 @@ def measure(
     step: "FastStep", batches: Epoch, k: int, plain: bool = True, precise: bool = False
 ) -> dict[str, float]:
     """Loss and gradient norm of batch k with the weights as they are, without dropout. Nothing is changed.
-
-    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run.
-    """
+    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run."""
     objective, model, device = step.objective, step.raw, step.state.device
     layout = Layout(segments=step.layout.segments) if plain else replace(step.layout, round_widths=False)
     items = batches.batch(k)

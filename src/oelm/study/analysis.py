@@ -33,23 +33,17 @@ def analyse(folder: Path) -> Analysis:
         study, changes = StudyFolder(folder).read(), StudyFolder(folder).changes()
     else:
         check_folder(folder)
-        _refuse_studies_below(folder)
+        # Without its study.toml a report could not tell how a study's learning rates were chosen.
+        below = [path.parent for path in sorted(folder.rglob("study.toml"))]
+        if studies := [str(study) for study in below if any(study.rglob("results.json"))]:
+            more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
+            names = " or ".join(studies[:5])
+            raise UserError(f"{folder} is not a study, but studies are below it: report on {names}{more}")
     records, left_out, damaged = records_below(folder)
     if not any(record.completed or record.results["status"] == "failed" for record in records):
         raise no_runs(folder, damaged)
     analysis = analyse_records(records, study, left_out, folder.resolve().name)
     return replace(analysis, damaged=damaged, changes=changes)
-
-
-def _refuse_studies_below(folder: Path) -> None:
-    """Without its study.toml a report could not tell how a study's learning rates were chosen."""
-    below = [path.parent for path in sorted(folder.rglob("study.toml"))]
-    studies = [str(study) for study in below if any(study.rglob("results.json"))]
-    if studies:
-        more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
-        raise UserError(
-            f"{folder} is not a study, but studies are below it: report on {' or '.join(studies[:5])}{more}"
-        )
 
 
 def analyse_records(

@@ -16,7 +16,12 @@ RESULTS = {
     "object": ("references", "parameters", "arithmetic"),
 }
 PARAMETERS = {"number": ("total", "trainable", "frozen")}
-ENVIRONMENT = {"object": ("packages",)}
+ARITHMETIC = {"text": ("path", "device", "precision"), "number": ("numerics", "plain_from")}
+ENVIRONMENT = {
+    "object": ("packages",),
+    "text": ("data", "commit", "oelm", "python", "platform", "gpu", "cpu", "device"),
+    "number": ("numerics",),
+}
 
 
 def is_number(value: Any) -> bool:
@@ -55,8 +60,9 @@ def results_problem(results: Any, tested: bool) -> Notice | None:
     if problem := type_problem(results, RESULTS):
         return problem
     counts, completed = results.get("parameters") or {}, results.get("status") == "completed"
-    if problem := type_problem(counts, PARAMETERS, "parameters."):
-        return problem
+    for place, types in (("parameters", PARAMETERS), ("arithmetic", ARITHMETIC)):
+        if problem := type_problem(results.get(place) or {}, types, f"{place}."):
+            return problem
     needed = ["status", "task", "metric", "model"]
     if completed:
         needed += ["total_time_s", "parameters", "best", *(["test"] if tested else [])]

@@ -269,9 +269,7 @@ class Record:
 
 def read_record(folder: Path, follow: bool = True) -> Record | None:
     """The record in a folder; None if the run has not ended. UserError if the record cannot be used.
-
-    `follow=False`, for records that someone else made: regular files only, no links.
-    """
+    `follow=False`, for records that someone else made: regular files only, no links."""
     if not (folder / "results.json").exists() or not (folder / "environment.json").exists():
         return None
     config = read_config(folder, follow)
@@ -296,10 +294,8 @@ def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[s
 
 def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool = True) -> Iterator[Record]:
     """The records of all runs below a folder that have ended, sorted by folder.
-
     A record that cannot be read is skipped and its problem added to `damaged`; without that list it raises.
-    Links to folders are never followed, with `follow=False` no links to files either.
-    """
+    Links to folders are never followed, with `follow=False` no links to files either."""
     for path in sorted(Path(at, "results.json") for at, _, names in os.walk(root) if "results.json" in names):
         folder = path.parent
         hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)  # half copied

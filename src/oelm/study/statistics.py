@@ -96,10 +96,8 @@ class Estimate:
 
 def interquartile_mean(tasks: Sequence[Any], resamples: int = 2000) -> Estimate:
     """The mean of the middle half of all runs of all tasks (Agarwal et al. 2021); one row of runs per task.
-
     Scores must be on one scale. The interval is a percentile bootstrap that draws runs within each task,
-    `widened` for few runs.
-    """
+    `widened` for few runs."""
     rows = [finite("scores", row) for row in tasks]
     rng = np.random.default_rng(SEED)
     drawn = [row[rng.integers(len(row), size=(resamples, len(row)))] for row in rows]

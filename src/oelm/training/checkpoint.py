@@ -15,10 +15,10 @@ import hashlib
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -35,13 +35,18 @@ FILES = (MODEL, OPTIMIZER, STATE)
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 64 << 20  # bytes that must stay free beside a checkpoint: the records of the run
 
+Tensors = dict[str, Tensor]
+# By the name of their weights, embeddings whose parameter holds only the rows in use, as
+# `speed.live_rows.LiveEmbedding` does; a checkpoint holds all rows.
+Short = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """What a checkpoint holds, in memory."""
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: Tensors
+    optimizer: Tensors
     state: dict[str, Any]
 
 
@@ -51,25 +56,9 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
-Tensors = dict[str, Tensor]
-
-
-class ShortRows(Protocol):
-    """An embedding whose parameter holds only the rows in use; a checkpoint holds all of them."""
-
-    aside: Tensor
-
-    def widened(self, rows: Tensor, aside: Tensor | None = None) -> Tensor: ...
-
-    def narrowed(self, whole: Tensor) -> Tensor: ...
-
-
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, short: Mapping[str, ShortRows] | None = None
-) -> tuple[Tensors, Tensors]:
-    """Every parameter, and every moment of those that have any, by name. `short` names those with fewer rows
-    than they are saved with."""
-    short, parameters, moments = short or {}, {}, {}
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) -> tuple[Tensors, Tensors]:
+    """Every parameter, and every moment of those that have any, by name."""
+    parameters, moments = {}, {}
     for name, parameter in model.named_parameters():
         value, rows = whole(parameter), short.get(name)
         parameters[name] = rows.widened(value, rows.aside) if rows else value
@@ -79,32 +68,24 @@ def capture(
     return parameters, moments
 
 
-def full_state(model: nn.Module) -> dict[str, Tensor]:
+def full_state(model: nn.Module) -> Tensors:
     """The state dict as a whole model would give it; what is tied stays one tensor."""
-    found: dict[int, Tensor] = {}
-    state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in found:
-            found[id(value)] = whole(value)
-        state[name] = found[id(value)]
-    return state
+    values = model.state_dict(keep_vars=True)
+    found = {id(value): whole(value) for value in {id(v): v for v in values.values()}.values()}
+    return {name: found[id(value)] for name, value in values.items()}
 
 
 def restore(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    short: Mapping[str, ShortRows] | None = None,
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, short: Short
 ) -> None:
-    """Put a checkpoint's values where they came from, sharded as the model is; `short` as in `capture`."""
-    short = short or {}
+    """Put a checkpoint's values where they came from, sharded as the model is."""
+    names = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in names.items():
             value, rows = checkpoint.model[name], short.get(name)
             parameter.copy_(_like(rows.narrowed(value) if rows else value, parameter))
     if optimizer is None:
         return
-    names = dict(model.named_parameters())
     for key, value in checkpoint.optimizer.items():
         name, _, moment = key.rpartition("/")
         parameter, rows = names[name], short.get(name)
@@ -144,7 +125,7 @@ class Checkpoints:
         name = _name(step)
         beside = self.folder / f".{name}.part"
         delete(beside)
-        self.check_space(size_of(checkpoint))
+        self.check_space(sum(t.nbytes for t in (*checkpoint.model.values(), *checkpoint.optimizer.values())))
         try:
             beside.mkdir()
             save_file(checkpoint.model, beside / MODEL)
@@ -162,16 +143,7 @@ class Checkpoints:
                 raise
             reason = notice("run.unsaved", step=step, error=first_line(error), checkpoint=self.last())
             raise RunError(reason, "disk", notice("advice.free_space")) from None
-        self._prune()
-
-    def index(self) -> dict[str, str]:
-        """What index.json says; nothing where it is missing or damaged, for it follows from the folders."""
-        try:
-            found = read_json(self.folder / "index.json")
-        except UserError:
-            return {}
-        names = found.items() if isinstance(found, dict) else ()
-        return {key: name for key, name in names if isinstance(name, str)}
+        self._prune(checkpoint.state)
 
     def names(self) -> list[str]:
         """The checkpoints on disk, oldest first."""
@@ -196,11 +168,9 @@ class Checkpoints:
         return None
 
     def _check_best(self, state: dict[str, Any]) -> None:
-        """Where the weights of the best evaluation are gone, look for the best anew from this step on.
-
-        A run that falls back to the checkpoint before a best one meets that case: the best before it was
-        deleted when the new one was written. It finds the new one again, because the best score is reset.
-        """
+        """Where the weights of the best evaluation are gone, look for the best anew from this step on. A run
+        that falls back to the checkpoint before a best one meets that case: the best before it was deleted
+        when the new one was written. It finds the new one again, because the best score is reset."""
         best = state.get("best")
         if best is None or best["step"] == state["step"]:
             return
@@ -215,7 +185,7 @@ class Checkpoints:
         """Finish what a killed process began: the index and the deletions after its last checkpoint."""
         self._write_index(state)
         if not self.problems:  # a broken checkpoint stays until another was written in its place
-            self._prune()
+            self._prune(state)
 
     def load(self, step: int) -> Checkpoint:
         """The checkpoint of this step, which must be there."""
@@ -234,15 +204,10 @@ class Checkpoints:
             raise RunError(reason, "disk", notice("advice.free_space"))
 
     def _write_index(self, state: dict[str, Any]) -> None:
-        best = state.get("best")
-        write_json(
-            self.folder / "index.json",
-            {"last": _name(state["step"])} | ({"best": _name(best["step"])} if best else {}),
-        )
+        write_json(self.folder / "index.json", _index(state))
 
-    def _prune(self) -> None:
-        index = self.index()
-        names = self.names()
+    def _prune(self, state: dict[str, Any]) -> None:
+        index, names = _index(state), self.names()
         good = [name for name in names if name <= index["last"]]  # a later one is broken
         for name in set(names) - {index.get("best"), *good[-self.keep :]}:
             self._drop(self.folder / name)
@@ -262,9 +227,9 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def size_of(checkpoint: Checkpoint) -> int:
-    tensors: Iterable[Tensor] = (*checkpoint.model.values(), *checkpoint.optimizer.values())
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _index(state: dict[str, Any]) -> dict[str, str]:
+    best = state.get("best")
+    return {"last": _name(state["step"])} | ({"best": _name(best["step"])} if best else {})
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -26,22 +26,25 @@ class Display:
             self._bar = _bar(self.label, self.total, self.start)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
-        elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
-            self.last_line = time.monotonic()
-            parts = [
+        elif self._line_is_due():
+            parts = (
                 f"{self.label}: {self.unit} {step}/{self.total}",
                 self._rest(),
                 f"{self.left(step)} left",
-            ]
-            self._print(", ".join(filter(None, parts)))
+            )
+            say(", ".join(filter(None, parts)), err=True)
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Between two steps."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], rest=f"{split}: batch {done}/{of}")
-        elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
-            self.last_line = time.monotonic()
-            self._print(f"{self.label}: {split}: batch {done}/{of}")
+        elif self._line_is_due():
+            say(f"{self.label}: {split}: batch {done}/{of}", err=True)
+
+    def _line_is_due(self) -> bool:
+        due = self.show and time.monotonic() - self.last_line >= QUIET_SECONDS
+        self.last_line = time.monotonic() if due else self.last_line
+        return due
 
     def watch(self, done: int, of: int) -> None:
         """All there is to see is an evaluation, of so many batches."""
@@ -57,13 +60,11 @@ class Display:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.show:
-            self._print(text)
+            say(text, err=True)
 
     def left(self, step: int) -> str:
-        done = step - self.start
-        if not done:
-            return "?"
-        return duration((time.monotonic() - self.began) / done * (self.total - step))
+        done, taken = step - self.start, time.monotonic() - self.began
+        return duration(taken / done * (self.total - step)) if done else "?"
 
     def close(self) -> None:
         if self._bar is not None:
@@ -73,10 +74,6 @@ class Display:
         speed = self.tokens / max(1e-9, time.monotonic() - self.began)
         numbers = [f"{k} {v}" for k, v in self.latest.items()]
         return ", ".join([*numbers, f"{speed:,.0f} tokens/s"] if self.tokens else numbers)
-
-    @staticmethod
-    def _print(text: str) -> None:
-        say(text, err=True)
 
 
 def _bar(label: str, total: int, start: int) -> Any:

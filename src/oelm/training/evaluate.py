@@ -27,16 +27,15 @@ def evaluate(
     watch: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
     """The metrics of a split, equal on every process. `autocast` is a callable that opens the context.
-
-    `watch` is told how many batches of how many are done; what it raises ends the evaluation.
-    Every process takes its share of every batch. Where a batch has fewer items than there are processes,
-    the others run one dummy item (sharded models need every process) and drop the result.
-    """
+    `watch` is told how many batches of how many are done; what it raises ends the evaluation. Every process
+    takes its share of every batch. Where a batch has fewer items than there are processes, the others run one
+    dummy item (sharded models need every process) and drop the result."""
     state = process_state()
     tokens = TOKENS
     if objective.kind.predicts_tokens:
         tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
-    plan = objective.plan(split, None, max(tokens, _longest(objective, split)), None)
+    longest = int(objective.plan(split, 1, None, None).lengths.max())
+    plan = objective.plan(split, None, max(tokens, longest), None)
     epoch = plan.epoch()
     training = model.training
     model.eval()
@@ -67,7 +66,3 @@ def evaluate(
         arrays["groups"] = groups
     # fsum-like: add in float64 in a fixed order of processes.
     return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)
-
-
-def _longest(objective: Objective, split: str) -> int:
-    return int(objective.plan(split, 1, None, None).lengths.max())

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -66,11 +67,10 @@ class RunFolder:
         if (self.path / "config.toml").exists():
             read_config(self.path)
             return
-        # A run that was killed before it had written its configuration leaves no more than these.
-        ours = [*self.path.glob("lock"), *self.path.glob(".config.toml.*.part")]
-        strangers = [p.name for p in self.path.iterdir() if p not in ours]
-        if strangers:
-            raise UserError(f"{self.path} is not a run (it holds {strangers[0]}); name a new folder")
+        for name in sorted(path.name for path in self.path.iterdir()):
+            # A run that was killed before it had written its configuration leaves no more than these.
+            if name != "lock" and not fnmatch(name, ".config.toml.*.part"):
+                raise UserError(f"{self.path} is not a run (it holds {name}); name a new folder")
 
     def _clear(self) -> None:
         """Delete a run. Its checkpoints go first and in one step, so that a half-deleted run is not resumed
@@ -78,9 +78,10 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         if checkpoints.exists():
             checkpoints.rename(self.path / ".checkpoints.part")
-        last = ("config.toml", "lock")
-        for path in [*(p for p in self.path.iterdir() if p.name not in last), self.path / "config.toml"]:
-            delete(path)
+        for path in self.path.iterdir():
+            if path.name not in ("config.toml", "lock"):
+                delete(path)
+        delete(self.path / "config.toml")
 
     def discard(self) -> None:
         """Undo `open` for a run that could not start, where it was new."""
@@ -130,8 +131,10 @@ class MetricsLog:
         kept: list[str] = []
         last = 0  # the step of the last line before any that is missing
         whole = True
-        for line in _lines(path):
-            entry = _entry(line)
+        there = path.exists() or path.is_symlink()
+        text = read_file(path, most=1 << 34).decode("utf-8", "replace") if there else ""
+        for line in text.splitlines():
+            entry = read_entry(line)
             if entry is None:  # cut short by a crash, or damaged
                 whole = False
                 continue
@@ -162,13 +165,8 @@ class MetricsLog:
             self.file.close()
 
 
-def _lines(path: Path) -> list[str]:
-    if not path.exists() and not path.is_symlink():
-        return []
-    return read_file(path, most=1 << 34).decode("utf-8", "replace").splitlines()
-
-
-def _entry(line: str) -> dict[str, Any] | None:
+def read_entry(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None where it is damaged or cut short."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -198,18 +196,19 @@ def read_config(folder: Path, follow: bool = True) -> RunConfig:
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first key in which two configurations differ, in words."""
-    left_out = _flat(LATER)  # by an identity, where a key has its default
-    old, new = left_out | _flat(there), left_out | _flat(here)
+    left_out = flat(LATER)  # by an identity, where a key has its default
+    old, new = left_out | flat(there), left_out | flat(here)
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
             return f"{key} is {old.get(key)} there, {new.get(key)} here"
     return "no difference"
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by keys such as `training.lr`."""
     if not isinstance(values, dict):
         return {prefix[:-1]: values}
-    return {k: v for key, value in values.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {k: v for key, value in values.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def environment(device: Any, processes: int) -> dict[str, Any]:
@@ -218,10 +217,8 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
 
     packages = {}
     for name in RECORDED_PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     found: dict[str, Any] = {
         "oelm": __version__,
         "numerics": NUMERICS,
@@ -270,10 +267,8 @@ def _commit() -> str | None:
 
 
 def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} x {os.cpu_count()}"
-    except OSError:
-        pass
-    return f"{platform.processor() or sys.platform} x {os.cpu_count()}"
+    name = platform.processor() or sys.platform
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} x {os.cpu_count()}"

@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
 from torch import Tensor
 
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.tasks.base import Measured
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint, full_state
-from oelm.training.determinism import same_bits
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
@@ -33,7 +30,7 @@ from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
-from oelm.training.stopping import Stop, stopping
+from oelm.training.stopping import stopping
 
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
@@ -53,48 +50,36 @@ def train(
     signal or `stop_after` seconds (what was trained is saved, start again to go on), `RunError` where going
     on makes no sense, `UserError` where the run cannot start.
     """
-    state = parallel.process_state()
-    with stopping(stop_after) as stop, same_bits(config.training.deterministic, state.device):
-        return _train(config, store, RunFolder(Path(out)), overwrite, show, stop, state)
-
-
-def _train(
-    config: RunConfig,
-    store: Store,
-    folder: RunFolder,
-    overwrite: bool,
-    show: bool,
-    stop: Stop,
-    state: PartialState,
-) -> dict[str, Any]:
-    objective = objective_of(config, store)
-    # Checked and built before the folder is touched: what does not fit leaves nothing behind.
-    resolved = resolve_run(config, objective, state.device, state.num_processes)
-    results.check_trackers(config.training.trackers)
-    with state.main_process_first():
-        raw, report = build_model(resolved.config, store)
-    run = None
-    try:
-        if state.is_main_process:
-            folder.open(resolved.config, overwrite, store.fingerprint)
-        state.wait_for_everyone()
-        run = start_run(resolved, store, objective, folder, state, raw, report, show, stop)
-        stop.patient = True
-        _run(run, resolved.plan)
-        stop.patient = False
-        if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated or saved
-            raise Interrupted(stop.reason or notice("stop.other_process"))
-        return _finish(run)
-    except BaseException as error:
-        failure = explained(run, folder, error)
-        _record(run, folder, failure)
-        if failure is error:
-            raise
-        raise failure from error
-    finally:
-        if run is not None:
-            run.close()
-        folder.close()
+    state, folder = parallel.process_state(), RunFolder(Path(out))
+    with stopping(stop_after) as stop, parallel.same_bits(config.training.deterministic, state.device):
+        objective = objective_of(config, store)
+        # Checked and built before the folder is touched: what does not fit leaves nothing behind.
+        resolved = resolve_run(config, objective, state.device, state.num_processes)
+        results.check_trackers(config.training.trackers)
+        with state.main_process_first():
+            raw, report = build_model(resolved.config, store)
+        run = None
+        try:
+            if state.is_main_process:
+                folder.open(resolved.config, overwrite, store.fingerprint)
+            state.wait_for_everyone()
+            run = start_run(resolved, store, objective, folder, state, raw, report, show, stop)
+            stop.patient = True
+            _run(run, resolved.plan)
+            stop.patient = False
+            if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated
+                raise Interrupted(stop.reason or notice("stop.other_process"))
+            return _finish(run)
+        except BaseException as error:
+            failure = explained(run, folder, error)
+            _record(run, folder, failure)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            if run is not None:
+                run.close()
+            folder.close()
 
 
 @dataclass(frozen=True)
@@ -190,10 +175,8 @@ def _step(run: Run, batches: Epoch, k: int) -> Taken:
 
 def _check_finite(run: Run, recent: list[Taken]) -> float:
     """The newest loss over all processes. Raises NotFinite at the first loss or gradient that is not finite,
-    with the progress of the step before it.
-
-    Only a loss scaler (fp16) lives with infinite gradients: it skips the step.
-    """
+    with the progress of the step before it. Only a loss scaler (fp16) lives with infinite gradients: it skips
+    the step."""
     progress, value = run.progress, 0.0
     for n, step in enumerate(recent):
         value, norm = float(step.loss), 0.0 if run.step.scaler.is_enabled() else float(step.norm)
@@ -251,12 +234,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = run.objective.metric
-    found: dict[str, Any] = {
-        "step": progress.step,
-        "epoch": round(epoch, 4),
-        "split": split,
-        "metrics": _brief(measured),
-    }
+    brief = {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
+    found = {"step": progress.step, "epoch": round(epoch, 4), "split": split, "metrics": brief}
     value = measured.metrics[metric]
     improved = (
         progress.best is None
@@ -272,17 +251,13 @@ def _evaluate(run: Run, epoch: float) -> bool:
     run.display.note(**{metric: value})
     run.display.say(
         f"step {progress.step}/{run.resolved.total_steps}: {split} "
-        + ", ".join(f"{k} {v:.4g}" for k, v in found["metrics"].items())
+        + ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
     )
     if run.record.log is not None:
         run.record.log.add(kind="eval", **found)
-        results.track(run, {f"{split}/{k}": v for k, v in found["metrics"].items()})
+        results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
     _watch_chance(run, split, len(run.store[split]))
     return improved
-
-
-def _brief(measured: Measured) -> dict[str, float]:
-    return {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
 
 
 def _watch_chance(run: Run, split: str, n: int) -> None:
@@ -336,9 +311,8 @@ def _finish(run: Run) -> dict[str, Any]:
     if training.test:
         watch = functools.partial(run.display.evaluating, "test")
         tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
-    weights = (
-        full_state(run.step.raw) if training.test else {}
-    )  # every process takes part: shards are gathered
+    # Every process takes part: shards are gathered.
+    weights = full_state(run.step.raw) if training.test else {}
     if not run.main:
         return {}
     folder = run.record.folder

@@ -1,9 +1,9 @@
-"""One process or many: wrapping, precision, agreeing. The model's own code knows nothing of this."""
+"""One process or many: wrapping, precision, agreeing, equal bits. The model's code knows nothing of this."""
 
 import atexit
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,11 +20,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def process_state() -> PartialState:
-    """Accelerate's view of the processes and the device of this one.
-
-    Without a GPU it has to be told so: otherwise processes started by torchrun do not find each other, and
-    each takes itself for the only one.
-    """
+    """Accelerate's view of the processes and the device of this one. Without a GPU it has to be told so:
+    otherwise processes started by torchrun do not find each other, and each takes itself for the only one."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     state = PartialState(cpu=cpu or not torch.accelerator.is_available())
     if state.num_processes > 1:
@@ -37,6 +34,27 @@ def process_state() -> PartialState:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
+    """While this lasts, the same seed gives the same bits on one kind of GPU: PyTorch takes deterministic
+    operations, and refuses where it has none. Our own kernels add in one order anyway; a CPU does so for one
+    number of threads."""
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # a search for bugs, at the price of time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], Any]:
@@ -79,9 +97,7 @@ def total(value: float, state: PartialState) -> float:
     """The sum over the processes."""
     if state.num_processes == 1:
         return value
-    tensor = torch.tensor(
-        value, dtype=torch.float64, device="cpu" if state.device.type == "cpu" else state.device
-    )
+    tensor = torch.tensor(value, dtype=torch.float64, device=state.device)
     dist.all_reduce(tensor)
     return float(tensor)
 

@@ -62,11 +62,9 @@ class ItemScores(NamedTuple):
 
 
 def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
-    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded.
-
-    The metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch);
-    those of a plugin's kind are its own (`TaskKind.item_scores`).
-    """
+    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded. The
+    metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch); those of
+    a plugin's kind are its own (`TaskKind.item_scores`)."""
     found: tuple[Array, Array | None] | None = None
     if _recorded(arrays, metric):
         found = arrays[metric], None
@@ -101,12 +99,12 @@ def _recorded(arrays: Mapping[str, Array], *names: str) -> bool:
 
 
 def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays in the smallest types: whole numbers exactly, others as float32, class probabilities (two
-    axes) as float16."""
     return {name: _smallest(values) for name, values in arrays.items()}
 
 
 def _smallest(values: Array) -> Array:
+    """In the smallest type: whole numbers exactly, others as float32, class probabilities (two axes) as
+    float16."""
     if values.dtype.kind == "f":
         if values.ndim > 1 or not np.isin(values, (0, 1)).all():
             return values.astype(np.float16 if values.ndim > 1 else np.float32)
@@ -125,11 +123,9 @@ def write_predictions(folder: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, task: str) -> None:
-    """Write the published form into a run's folder below `root`, and what runs share once into `root`.
-
-    Texts, class probabilities and places in a text are left out. Classes are written as label XOR
-    prediction: mostly zeros, which compress.
-    """
+    """Write the published form into a run's folder below `root`, and what runs share once into `root`. Texts,
+    class probabilities and places in a text are left out. Classes are written as label XOR prediction: mostly
+    zeros, which compress."""
     arrays = compact(arrays)
     shared = {name: arrays[name] for name in SHARED if _numbers(arrays, name)}
     own = {name: arrays[name] for name in OWN if _numbers(arrays, name)}

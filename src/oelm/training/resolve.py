@@ -12,13 +12,15 @@ import torch
 from oelm.config import RunConfig, TaskConfig, TrainingConfig
 from oelm.data import TASKS, Choice, Plan, Store
 from oelm.data.tasks import make_objective, task_kind
-from oelm.data.tasks.base import Objective
+from oelm.data.tasks.base import Objective, TaskKind
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
 from oelm.models.build import check_gpt, default_model
 from oelm.models.gpt_sizes import PRESETS
+from oelm.models.pretrained import check_checkpoint
+from oelm.system.files import read_object
 from oelm.system.messages import Notice, notice
-from oelm.training.lineage import check_start, model_folder, notes_on_start, short_model_name
+from oelm.training.folder import read_config
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,7 @@ def resolve_run(
     config: RunConfig, objective: Objective, device: torch.device, processes: int = 1
 ) -> ResolvedRun:
     """What a config means on this data, device and number of processes. Raises UserError where it cannot run.
-
-    `objective` knows the prepared dataset and how its items are counted.
-    """
+    `objective` knows the prepared dataset and how its items are counted."""
     config = _with_model(config, device)
     training, store = config.training, objective.store
     if training.fsdp and processes == 1:
@@ -54,7 +54,7 @@ def resolve_run(
     warnings = [
         *([warning] if warning else []),
         *store.warnings,
-        *notes_on_start(str(config.model.name), objective.kind, config.task.max_length),
+        *notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length),
     ]
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
@@ -98,7 +98,7 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     task, model = config.task, str(config.model.name)
     choice = choice_of(task, model)
     if model not in PRESETS:
-        check_start(model)
+        _check_start(model)
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
         check_prepared(store, task)
@@ -109,18 +109,57 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
 
 
+def model_folder(name: str) -> str:
+    """`runs/x/model` for a run's folder `runs/x`; any other name as it is."""
+    run = Path(name)
+    if not (run / "config.toml").is_file():
+        return name
+    if not (run / "model" / "config.json").is_file():
+        raise UserError(f"model {name!r} is a run that holds no model: let it finish, or name another")
+    return str(run / "model")
+
+
+def _check_start(name: str) -> None:
+    """Refuse a model that cannot be had or used, before any data is prepared."""
+    try:
+        check_checkpoint(name)
+    except UserError as error:
+        if Path(name).exists():
+            raise
+        raise UserError(
+            f"{str(error).rstrip('.')}; without a network, name a folder that holds the model and its "
+            "tokenizer with --model"
+        ) from None
+
+
+def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:
+    """What a reader of a run should know about the model it starts from, where that was trained here."""
+    config = model / "config.json"
+    values = read_object(config) if config.is_file() else {}
+    notes: list[Notice] = []
+    if values.get("model_type") != "oelm-gpt":
+        return notes
+    if "OelmGPTForCausalLM" in (values.get("architectures") or []) and not kind.stream:
+        notes.append(notice("training.was_causal", model=str(model)))
+    if values.get("positions", "learned") == "learned" and (model.parent / "config.toml").is_file():
+        seen = read_config(model.parent).task.max_length
+        if seen < max_length:
+            values = {"model": str(model), "trained": seen, "max_length": max_length}
+            notes.append(notice("training.new_positions", **values))
+    return notes
+
+
+def _short_name(model: Path) -> str:
+    """A model's name as part of a folder's name: a run's model goes by the run's."""
+    is_run = model.name == "model" and (model.parent / "config.toml").is_file()
+    return model.parent.name if is_run else model.name
+
+
 def default_folder(config: RunConfig) -> Path:
     """Where a run is written if nobody says where."""
-    name = config.experiment or "-".join(
-        [
-            Path(str(config.task.name or config.task.data)).stem,
-            short_model_name(config.model.name or "gpt"),
-            config.method.name,
-            f"lr{config.training.lr:g}",
-            f"s{config.training.seed}",
-        ]
-    )
-    return Path("runs") / name
+    task, model = Path(str(config.task.name or config.task.data)), Path(config.model.name or "gpt")
+    parts = (task.stem, _short_name(model), config.method.name, f"lr{config.training.lr:g}")
+    return Path("runs", config.experiment or "-".join([*parts, f"s{config.training.seed}"]))
 
 
 def choice_of(task: TaskConfig, model: str | None) -> Choice:
@@ -149,29 +188,20 @@ def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
 
 def check_prepared(store: Store, task: TaskConfig) -> None:
     """Refuse a config that asks for something else than a prepared dataset holds."""
-    made_with = store.meta["tokenizer"]["name"]
     if task.train_size or task.train_on or task.test_file:
         raise UserError(
             f"{task.data} is prepared already: train_size, train_on and test_file come too late; "
             "give them to `oelm data prepare`"
         )
-    for key in ("kind", "metric"):
-        if getattr(task, key) not in (None, getattr(store, key)):
+    stream = task_kind(store.kind).stream
+    for what, has, wanted, default in (
+        ("kind", store.kind, task.kind, None),
+        ("metric", store.metric, task.metric, None),
+        ("the tokenizer", store.meta["tokenizer"]["name"], task.tokenizer, None),
+        ("max_length", store.max_length, None if stream else task.max_length, TaskConfig.max_length),
+        ("max_target_length", store.max_target_length, task.max_target_length, None),
+    ):
+        if wanted not in (None, default, has):
             raise UserError(
-                f"{task.data} was prepared with {key} {getattr(store, key)}, not {getattr(task, key)}; "
-                "prepare it again"
+                f"{task.data} was prepared with {what} {has}, not {wanted}; prepare it again, or leave it out"
             )
-    if task.tokenizer and task.tokenizer != made_with:
-        raise UserError(
-            f"{task.data} was prepared with the tokenizer {made_with}, not {task.tokenizer}; prepare it again"
-        )
-    if not task_kind(store.kind).stream and task.max_length not in (TaskConfig.max_length, store.max_length):
-        raise UserError(
-            f"{task.data} was prepared with max_length {store.max_length}, not {task.max_length}; prepare it "
-            "again, or leave max_length out"
-        )
-    if task.max_target_length not in (None, store.max_target_length):
-        raise UserError(
-            f"{task.data} was prepared with max_target_length {store.max_target_length}, "
-            f"not {task.max_target_length}; prepare it again, or leave max_target_length out"
-        )

@@ -4,12 +4,12 @@ import resource
 import statistics
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_baselines
@@ -19,6 +19,7 @@ from oelm.system.messages import notice
 from oelm.system.private_accelerate import lacks_package, tracker_classes
 from oelm.system.version import NUMERICS
 from oelm.training.failure import failure_kind, reason_of
+from oelm.training.folder import flat
 from oelm.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
@@ -32,21 +33,18 @@ SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
 def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
-    """Memory, time and checkpoint size, before the first step; good to a factor of two.
-
-    Time: 6 operations per parameter and token at a third of the speed of a large matrix product here.
-    """
+    """Memory, time and checkpoint size, before the first step; good to a factor of two. Time: 6 operations
+    per parameter and token at a third of the speed of a large matrix product here."""
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    everything = sum(p.numel() for p in model.parameters())
-    embeddings = model.get_input_embeddings().weight.numel()
-    multiplied = everything if task_kind(kind).predicts_tokens else everything - embeddings
+    multiplied = everything = sum(p.numel() for p in model.parameters())
     text_config = model.config.get_text_config()
-    width, layers = text_config.hidden_size, text_config.num_hidden_layers
-    activations = on_device * width * layers * 40 * 4
+    activations = on_device * text_config.hidden_size * text_config.num_hidden_layers * 40 * 4
     if task_kind(kind).predicts_tokens:
         activations += on_device * text_config.vocab_size * 3 * 4
+    else:
+        multiplied -= model.get_input_embeddings().weight.numel()
     return {
         "memory_bytes": 4 * everything + 12 * trainable + activations,
         "time_s": 6 * multiplied * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
@@ -67,26 +65,21 @@ def _speed(device: torch.device) -> float:
 
 
 def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str, Any]:
-    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
-
-    Time is taken where the loop waits for the device anyway, so each value is the mean of a few steps.
-    """
-    if not step_times:
-        return {"steps_measured": 0, "validation_time_s": round(eval_time_s, 3)}
-    return {
-        "steps_measured": sum(steps for _, steps in step_times),
-        "mean_s": statistics.fmean([s for s, _ in step_times], [steps for _, steps in step_times]),
-        "median_s": statistics.median(s for s, _ in step_times),
-        "validation_time_s": round(eval_time_s, 3),
-    }
+    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count. Time
+    is taken where the loop waits for the device anyway, so each value is the mean of a few steps."""
+    found: dict[str, Any] = {"steps_measured": sum(steps for _, steps in step_times)}
+    if step_times:
+        seconds, steps = zip(*step_times, strict=True)
+        found |= {"mean_s": statistics.fmean(seconds, steps), "median_s": statistics.median(seconds)}
+    return found | {"validation_time_s": round(eval_time_s, 3)}
 
 
 def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
-    progress, metric = run.progress, run.objective.metric
+    progress, metric, best = run.progress, run.objective.metric, run.progress.best or {}
     split = "validation" if test_metrics is None else "test"
     references = trivial_baselines(run.store, ("validation",) if test_metrics is None else SPLITS)
-    measured = (progress.best or {})["metrics"] if test_metrics is None else test_metrics
+    measured = best["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
         if reference is not None and run.objective.better(reference, measured[metric]):
@@ -96,14 +89,9 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
         progress.warn(notice("training.at_chance"))
     return {
         **_common(run, "completed"),
-        "best": progress.best,
+        "best": best,
         "final": progress.final,
-        "test": test_metrics
-        and {
-            "split": "test",
-            "step": (progress.best or {}).get("step"),
-            "metrics": test_metrics,
-        },
+        "test": test_metrics and {"split": "test", "step": best.get("step"), "metrics": test_metrics},
         "references": references,
         "warnings": [warning.to_dict() for warning in progress.warnings],
     }
@@ -126,6 +114,7 @@ def unfinished(run: "Run", status: str, error: BaseException) -> dict[str, Any]:
 def _common(run: "Run", status: str) -> dict[str, Any]:
     config, progress, report = run.config, run.progress, run.conversion
     texts = progress.samples / progress.train_time_s if progress.train_time_s else 0.0
+    settings = flat(asdict(config))
     return {
         "schema": SCHEMA,
         "status": status,
@@ -154,7 +143,7 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory(run.state.device),
         "data_fingerprint": run.store.fingerprint,
         "arm": config.arm.name or report.method,
-        "differs_in": _settings(config),
+        "differs_in": {key: settings[key] for key in config.arm.differs_in},
         "arithmetic": arithmetic(run),
         "watch": {
             "checks": progress.watch.checks,
@@ -164,12 +153,6 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         },
         "paths": run.step.paths(),
     }
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """The keys, besides the method's, in which the arms of its study differ, with this run's values."""
-    return {key: getattr(getattr(config, table), name) for key in config.arm.differs_in
-            for table, _, name in [key.partition(".")]}  # fmt: skip
 
 
 def arithmetic(run: "Run") -> dict[str, Any]:
@@ -208,27 +191,17 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    """Accelerate's trackers by name; one that is not installed is a user's mistake."""
+    """Accelerate's trackers by name."""
     started = []
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
         folder = {"logging_dir": str(run.record.folder.path)} if kind.requires_logging_directory else {}
-        try:
-            tracker = kind(run.record.folder.path.name, **folder)
-            tracker.start()
-        except ImportError as error:
-            raise UserError(f"tracker {name!r} cannot be used: {error}; pip install {name}") from None
-        tracker.store_init_configuration(_flat_text(run.config.to_dict()))
+        tracker = kind(run.record.folder.path.name, **folder)
+        tracker.start()
+        settings = flat(run.config.to_dict())
+        tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
         started.append(tracker)
     return started
-
-
-def _flat_text(values: dict[str, Any]) -> dict[str, str]:
-    flat = {}
-    for section, entries in values.items():
-        for key, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
-            flat[f"{section}.{key}".rstrip(".")] = str(value)
-    return flat
 
 
 def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) -> None:

@@ -160,10 +160,8 @@ def start_run(
 
 
 def fall_back(run: Run, number: int) -> None:
-    """Go on by the plain path from step `number`, with the weights and moments of the step before.
-
-    The fast path has left these as they were: see `system.private_torch.fault_of`.
-    """
+    """Go on by the plain path from step `number`, with the weights and moments of the step before. The fast
+    path has left these as they were: see `system.private_torch.fault_of`."""
     progress = run.progress
     model, moments = run.step.hand_over(number - 1)
     run.objective = objective_of(run.config, run.store)

@@ -1,7 +1,5 @@
 """What runs where, how far, how long still: read from the folders of runs, without touching them."""
 
-import json
-import shutil
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from oelm.config import read_toml
 from oelm.errors import UserError
 from oelm.system.files import lock_file, read_object
 from oelm.system.messages import read_notice
+from oelm.training.folder import read_entry
 
 TAIL = 1 << 16  # bytes from the end of metrics.jsonl: many lines more than are needed
 
@@ -42,21 +41,14 @@ def find_runs(roots: list[Path]) -> list[Path]:
     for root in roots:
         if not root.exists():
             raise UserError(f"{root}: no such folder")
-        files = (
-            [root / "config.toml"] if (root / "config.toml").is_file() else sorted(root.rglob("config.toml"))
-        )
-        found += [
-            path.parent for path in files if _is_run(path.parent) and not _half_copied(path.parent, root)
-        ]
+        one = root / "config.toml"
+        for path in [one] if one.is_file() else sorted(root.rglob("config.toml")):
+            folder = path.parent
+            is_run = (folder / "lock").exists() or (folder / "results.json").exists()
+            half_copied = any(part.startswith(".") for part in folder.relative_to(root).parts)
+            if is_run and not half_copied:
+                found.append(folder)
     return found
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("lock", "results.json"))
-
-
-def _half_copied(folder: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in folder.relative_to(root).parts)
 
 
 def run_status(folder: Path) -> RunStatus:
@@ -110,37 +102,28 @@ def tail(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         raw = file.read().decode("utf-8", "replace").splitlines()
-    found = []
-    for line in raw:
-        try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue  # the first may be cut by the seek, the last by the writer
-    return [line for line in found if isinstance(line, dict) and "kind" in line]
+    # The first may be cut by the seek, the last by the writer.
+    return [entry for line in raw if (entry := read_entry(line)) is not None]
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the run."""
-    if not (folder / "lock").exists():  # to ask for it would make it
-        return False
     try:
-        lock_file(folder / "lock").close()
+        if (folder / "lock").exists():  # to ask for it would make it
+            lock_file(folder / "lock").close()
     except BlockingIOError:
         return True
     except (OSError, UserError):
-        return False
+        pass
     return False
 
 
 def gpu_load() -> list[str]:
-    """One line per GPU: load and memory, where nvidia-smi is."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = "--query-gpu=index,name,utilization.gpu,memory.used,memory.total"
+    """One line per GPU: load, memory and temperature, where nvidia-smi is."""
+    query = "--query-gpu=index,name,utilization.gpu,memory.used,memory.total,temperature.gpu"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=5
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [f"GPU {line}" for line in done.stdout.splitlines()]
+    return [f"GPU {line} °C" for line in done.stdout.splitlines()]

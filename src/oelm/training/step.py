@@ -57,9 +57,7 @@ class PlainStep:
         raw.to(state.device)
         if training.gradient_checkpointing:
             raw.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = parallel.wrap(
-            raw, state, training.fsdp
-        )  # sharding replaces parameters: before the optimizer
+        self.model = parallel.wrap(raw, state, training.fsdp)  # replaces parameters: before the optimizer
         self.parameters = list(raw.parameters())
         self.optimizer = self._make_optimizer()
 
@@ -70,10 +68,8 @@ class PlainStep:
         return make_optimizer(self.raw, self.config.training)
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
-        """Take step `number` of the run, on batch k of an epoch.
-
-        Returns the global batch's mean loss (on this process: its part), the gradients' norm, and the tokens.
-        """
+        """Take step `number` of the run, on batch k of an epoch. Returns the global batch's mean loss (on
+        this process: its part), the gradients' norm, and the tokens."""
         training, state, world = self.config.training, self.state, self.state.num_processes
         if self.reads_ahead and k + AHEAD < len(batches):
             self.objective.expect("train", batches.batch(k + AHEAD))
@@ -115,10 +111,10 @@ class PlainStep:
 
     def capture(self) -> tuple[Tensors, Tensors]:
         """Every parameter, and every moment of those that have any, by name."""
-        return capture(self.raw, self.optimizer)
+        return capture(self.raw, self.optimizer, {})
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
-        restore(checkpoint, self.raw, self.optimizer if moments else None)
+        restore(checkpoint, self.raw, self.optimizer if moments else None, {})
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         """The state for a PlainStep that goes on after `steps` steps: as `capture`, with the weight decay
@@ -146,10 +142,8 @@ class PlainStep:
 def make_step(
     resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
 ) -> PlainStep:
-    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there.
-
-    With `watch` the fast path is compared with the plain one now and then.
-    """
+    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there. With
+    `watch` the fast path is compared with the plain one now and then."""
     if resolved.config.training.fast:
         try:
             from oelm.speed import FastStep
@@ -157,7 +151,7 @@ def make_step(
             if error.name != "oelm.speed":
                 raise
         else:
-            return FastStep(resolved, objective, raw, state, watch)
+            return FastStep(resolved, objective, raw, state, watch=watch)
     step = PlainStep(resolved, objective, raw, state)
     if resolved.config.training.fast:
         step.why_plain = "oelm.speed is not installed"

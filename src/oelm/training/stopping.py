@@ -13,11 +13,9 @@ from oelm.system.messages import Notice, notice
 
 @dataclass
 class Stop:
-    """Why this process was told to stop, if it was.
-
-    `patient` while steps are made: the loop looks at `reason` after each and saves before it leaves. At any
-    other time all that is worth keeping is on disk, and the order is obeyed at once.
-    """
+    """Why this process was told to stop, if it was. `patient` while steps are made: the loop looks at
+    `reason` after each and saves before it leaves. At any other time all that is worth keeping is on disk,
+    and the order is obeyed at once."""
 
     reason: Notice | None = None
     patient: bool = False
@@ -25,10 +23,8 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping(stop_after: float | None) -> Iterator[Stop]:
-    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave.
-
-    A second Ctrl-C does not ask.
-    """
+    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave. A second Ctrl-C does not
+    ask."""
     stop = Stop()
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")

@@ -6,7 +6,7 @@ by the count of the whole global batch, whatever the number of processes and acc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout, Packing, Padded, padded_batch
+from oelm.data.assemble import Layout, Packing, pad_rows, padded_batch
 from oelm.data.batches import Plan
 from oelm.data.catalogue import Task
-from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, split_chunks
+from oelm.data.dataset import SPLITS, Dataset
+from oelm.data.preparation import Lengths, Rows, split_chunks
 from oelm.data.read_ahead import read_ahead
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder, pad_id
+from oelm.data.writer import split_writers
 from oelm.errors import UserError
 from oelm.models.fit import takes_segments
 from oelm.system.private_transformers import has_model_for
@@ -32,7 +33,6 @@ Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
 Splits = dict[str, dict[str, Any]]  # split -> metadata
 Columns = dict[str, str]  # role -> column
-
 
 PADDED = Layout()
 
@@ -45,21 +45,20 @@ class Batch:
     inputs: dict[str, Tensor]
     targets: dict[str, Tensor]
     tokens: int  # without padding
-
     longest: int | None = None  # of packed texts; None: padded, or windows
 
     def to(self, device: torch.device) -> "Batch":
-        move = lambda tensors: {  # noqa: E731
-            k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()
-        }
+        def move(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()}
+
         return replace(self, inputs=move(self.inputs), targets=move(self.targets))
 
     def arguments(self) -> dict[str, Any]:
         """What the model is called with."""
-        if self.longest is None:
-            return dict(self.inputs)
-        inputs = dict(self.inputs)
-        return inputs | {"packing": Packing(inputs.pop("bounds"), self.longest)}
+        inputs: dict[str, Any] = dict(self.inputs)
+        if self.longest is not None:
+            inputs["packing"] = Packing(inputs.pop("bounds"), self.longest)
+        return inputs
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,7 +84,8 @@ class Objective(ABC):
     def __init__(
         self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
     ) -> None:
-        self.store, self.window, self.label_smoothing = store, window, label_smoothing
+        self.store, self.window = store, window
+        self.label_smoothing, self.class_weights = label_smoothing, class_weights
         if class_weights == "balanced" and not self.kind.class_labels:
             raise UserError(f"class weights are for classification, not for {store.kind}")
         if label_smoothing and not self.kind.smooths:
@@ -105,23 +105,24 @@ class Objective(ABC):
     def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
         return Plan(self.store[split].lengths, batch_size, batch_tokens, seed)
 
-    @abstractmethod
-    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch: ...
-
-    def padded(self, split: str, items: Array, layout: Layout) -> Padded:
+    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
+        """The items, padded; `layout.packed` is set only for a kind that is `packable`."""
         widest = self.store.max_length if layout.round_widths and split == "train" else None
-        batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
-        return batch if layout.segments else replace(batch, token_type_ids=None)
+        padded = padded_batch(self.store[split], items, self.store.pad_id, widest)
+        if not layout.segments:
+            padded.token_type_ids = None
+        return Batch(padded.ids, padded.inputs(), padded.targets(), self.tokens(split, items))
 
     def tokens(self, split: str, items: Array) -> int:
+        """How many tokens a model reads."""
         return int(self.store[split].lengths[items].sum())
 
     def ids(self, split: str, items: Array) -> Array:
         """What the items are called in records: the numbers of their rows."""
         return self.store[split].ids[items]
 
-    def groups(self, split: str) -> Array | None:
-        """One number per item: items with the same number belong together. None where it was not recorded."""
+    def groups(self, split: str) -> Array:
+        """One number per item: items with the same number belong together."""
         return self.store[split].groups
 
     def places(self, split: str, items: Array) -> tuple[Array, Array]:
@@ -175,36 +176,14 @@ class Reader(ABC):
 
     def inputs(self, tokens: Array, lengths: Array, second: Array | None = None) -> dict[str, Tensor]:
         """Texts that lie end to end as a padded batch; `second`: where the second segment of each begins."""
-        place = np.arange(lengths.max())
-        real = place < lengths[:, None]
-        ids = np.full(real.shape, pad_id(self.tokenizer), dtype=np.int64)
-        ids[real] = tokens
-        arrays = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+        ids, real = pad_rows(tokens, lengths, pad_id(self.tokenizer))
+        arrays = {"input_ids": ids, "attention_mask": real}
         if second is not None and self.encoder.typed and takes_segments(self.model):
-            arrays["token_type_ids"] = ((place >= second[:, None]) & real).astype(np.int64)
-        return {name: torch.from_numpy(array).to(self.model.device) for name, array in arrays.items()}
-
-
-class TextReader(Reader):
-    """Lines that are texts or, for a model of pairs, text, tab, text."""
-
-    @property
-    def pairs(self) -> bool:
-        return bool(getattr(self.model.config, "text_pairs", False))
-
-    def problem(self, line: str) -> str:
-        fault = pair_fault(line.split("\t")) if self.pairs else ""
-        return f"is not a pair: this model reads text, tab, text, and here {fault}" if fault else ""
-
-    def logits(self, lines: list[str]) -> Tensor:
-        second = None
-        if self.pairs:
-            halves = [line.split("\t") for line in lines]
-            tokens, lengths, second, cut = self.encoder.pairs([h[0] for h in halves], [h[1] for h in halves])
-        else:
-            tokens, lengths, cut = self.encoder.texts(lines)
-        self.cut += cut
-        return self.model(**self.inputs(tokens, lengths, second)).logits.float()
+            arrays["token_type_ids"] = (np.arange(real.shape[1]) >= second[:, None]) & real
+        return {
+            name: torch.from_numpy(array.astype(np.int64)).to(self.model.device)
+            for name, array in arrays.items()
+        }
 
 
 def pair_fault(halves: list[str]) -> str:
@@ -215,7 +194,7 @@ def pair_fault(halves: list[str]) -> str:
     return f"nothing stands {missing[0]} the tab" if missing else ""
 
 
-class TaskKind:
+class TaskKind(ABC):
     """One kind of task. The attributes say what it is; the methods are called in this order."""
 
     name: str  # in prepared datasets, configs and the catalogue
@@ -233,7 +212,7 @@ class TaskKind:
     smooths = True  # its labels can be smoothed
     packable = False  # the reference GPT can read its texts packed end to end
 
-    # Reading: rows are checked, then assigned to splits.
+    # Reading: rows are checked, then assigned to splits. B027: what is empty here may stay so.
 
     def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
         """Role -> column of a user's file, from the columns that were named."""
@@ -243,13 +222,13 @@ class TaskKind:
         """The texts that make an item what it is, the one that groups related items first."""
         return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
 
-    def read_task(self, dataset: Dataset, task: Task) -> None:
+    def read_task(self, dataset: Dataset, task: Task) -> None:  # noqa: B027
         """Read the labels of a catalogued task."""
 
-    def read_file(self, dataset: Dataset, splits: int) -> None:
+    def read_file(self, dataset: Dataset, splits: int) -> None:  # noqa: B027
         """Read the labels of a user's file, whose training rows will be divided among so many splits."""
 
-    def check_split(self, dataset: Dataset, split: str, labels: Array) -> None:
+    def check_split(self, dataset: Dataset, split: str, labels: Array) -> None:  # noqa: B027
         """Refuse a split that nothing can be learned from or measured on."""
 
     # Preparing: everything is tokenised once and written to the prepared dataset.
@@ -265,15 +244,16 @@ class TaskKind:
                 for row in zip(*chunk.values(), strict=True):
                     yield from self.item_texts(dict(zip(chunk, row, strict=True)))
 
+    @abstractmethod
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """Write the columns of every split; returns the splits' metadata."""
-        raise NotImplementedError
+        """Write the columns of every split; returns the splits' metadata. `write_items` does most of it."""
 
     # Models.
 
     def check_config(self, config: Any, name: str) -> None:
         """Refuse an architecture that cannot do the task, before its weights are fetched."""
-        if not has_model_for(self.auto_class, config):
+        half = self.stream and config.is_encoder_decoder  # half of an encoder-decoder is no language model
+        if half or not has_model_for(self.auto_class, config):
             raise UserError(
                 f"{name} is a {config.model_type}, and such a model does not {self.does}; name one of "
                 "another kind with --model"
@@ -289,7 +269,7 @@ class TaskKind:
             "label2id": {label: i for i, label in enumerate(store.label_names)},
         }
 
-    def fit_model(self, model: Any, store: Store, name: str) -> None:
+    def fit_model(self, model: Any, store: Store, name: str) -> None:  # noqa: B027
         """Make a model that was built or loaded fit the task, or refuse it."""
 
     def check_model(self, model: Any, name: str, task: str) -> None:
@@ -302,9 +282,9 @@ class TaskKind:
 
     # Measuring.
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
-        """Baselines learned from the train split, and whether these are all (and so may be kept)."""
-        return {}, True
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
+        """Baselines learned from the train split."""
+        return {}
 
     def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
         """Scores and weights per item of a metric of this kind's own, for intervals over items: the metric is
@@ -318,8 +298,24 @@ class TaskKind:
         return self.auto_class.removeprefix("AutoModelFor") in type(model).__name__
 
 
-def check_lengths(truth: int, predictions: int) -> None:
-    if truth != predictions:
-        raise ValueError(f"{truth} items and {predictions} predictions; one for each is needed")
-    if not truth:
-        raise ValueError("nothing to measure: there are no items")
+def write_items(
+    dataset: Dataset,
+    folder: Path,
+    encoder: Encoder,
+    dtypes: dict[str, Any],
+    encode: Callable[[Rows], dict[str, Any]],
+    show: bool,
+    only_measured: dict[str, Any] | None = None,
+) -> Splits:
+    """Write the items of every split. `dtypes` are the columns that this kind adds to those of all, and
+    `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
+    the splits that are measured `right_texts`."""
+    of_all = {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+    columns = dict.fromkeys(SPLITS, of_all | dtypes | (only_measured or {})) | {"train": of_all | dtypes}
+    with split_writers(folder, columns) as writers:
+        for rows in split_chunks(dataset, show):
+            items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)
+            if rows.split != "train" and "right_texts" in items:
+                writers[rows.split].append_texts(items["right_texts"])
+            writers[rows.split].append(**items)
+        return {split: writer.close() for split, writer in writers.items()}

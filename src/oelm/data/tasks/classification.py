@@ -1,6 +1,7 @@
 """Classification: texts or pairs of texts with one class each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,59 +10,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import filled, packed_batch
+from oelm.data.assemble import Layout, filled, packed_batch
 from oelm.data.catalogue import Task
-from oelm.data.dataset import DROPPED, SPLITS, Dataset, Part
-from oelm.data.files import Chunk
+from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
-from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.preparation import Lengths
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import (
-    PADDED,
-    Array,
-    Baselines,
-    Batch,
-    Columns,
-    Layout,
-    Lengths,
-    Measured,
-    Objective,
-    Splits,
-    TaskKind,
-    TextReader,
-    check_lengths,
-)
+from oelm.data.tasks.base import PADDED, Array, Batch, Measured, Objective, Splits
+from oelm.data.tasks.texts import LabelledTexts, TextReader, gives_numbers
 from oelm.data.tokenizer import Encoder
-from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
-from oelm.data.writer import split_writers
 from oelm.errors import UserError
-from oelm.models.fit import agree_on_padding
 from oelm.system.messages import notice
 
 MOST_STEPS = 200  # of the optimizer, which stops before at its own tolerance: good to half a point
 
 
 class ClassificationObjective(Objective):
-    def __init__(
-        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
-    ) -> None:
-        super().__init__(store, window, label_smoothing, class_weights)
-        self.weights: Tensor | None = None
-        if class_weights == "balanced":  # mean 1 over the training texts
-            counts = np.array(store["train"].meta["class_counts"])
-            self.weights = torch.tensor(counts.sum() / (len(counts) * counts), dtype=torch.float32)
+    @cached_property
+    def weights(self) -> Tensor | None:
+        """Of the classes, with mean 1 over the training texts."""
+        if self.class_weights != "balanced":
+            return None
+        counts = np.array(self.store["train"].meta["class_counts"])
+        return torch.tensor(counts.sum() / (len(counts) * counts), dtype=torch.float32)
 
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        tokens = self.tokens(split, items)
-        if layout.packed:
-            return self._packed_batch(split, items, tokens, layout.round_widths)
-        padded = self.padded(split, items, layout)
-        assert padded.labels is not None
-        return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
-
-    def _packed_batch(self, split: str, items: Array, tokens: int, round_widths: bool) -> Batch:
+        if not layout.packed:
+            return super().batch(split, items, layout)
         batch = packed_batch(self.store[split], items)
-        if round_widths and split == "train":
+        if layout.round_widths and split == "train":
             batch = filled(batch, self.store.max_length, self.store.pad_id)
         assert batch.labels is not None
         inputs = {
@@ -69,18 +46,13 @@ class ClassificationObjective(Objective):
             "position_ids": batch.position_ids[None],
             "bounds": batch.cu_seqlens,
         }
-        return Batch(batch.ids, inputs, {"labels": batch.labels}, tokens, batch.longest)
+        return Batch(batch.ids, inputs, {"labels": batch.labels}, self.tokens(split, items), batch.longest)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.arguments()).logits.float()
         weights = None if self.weights is None else self.weights.to(logits.device)
-        return F.cross_entropy(
-            logits,
-            batch.targets["labels"],
-            weight=weights,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
+        return F.cross_entropy(logits, batch.targets["labels"], weight=weights, **options)
 
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
         logits = model(**batch.arguments()).logits.float()
@@ -117,19 +89,16 @@ class LabelReader(TextReader):
             yield {"label": names[best], "score": float(row[best]), "scores": scores}
 
 
-class Classification(TaskKind):
+class Classification(LabelledTexts):
     name = "classification"
     does = "classify texts"
-    auto_class = "AutoModelForSequenceClassification"
     metrics = {"accuracy": True, "f1_macro": True, "f1_weighted": True, "loss": False}
     metric = "accuracy"
     objective = ClassificationObjective
     reader = LabelReader
     class_labels = True
     packable = True
-
-    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
-        return label_columns(text, text_pair, label)
+    column = "labels"
 
     def read_task(self, dataset: Dataset, task: Task) -> None:
         """-1 means unlabelled: dropped and counted where the task says so, refused otherwise."""
@@ -171,7 +140,13 @@ class Classification(TaskKind):
             used += [name for name, code in zip(labels, part.split, strict=True) if code != DROPPED]
         if warning := missing_warning(used):
             dataset.warnings.append(warning)
-        _check_class_sizes(dataset, train, splits)
+        counts = np.bincount(train.labels[train.split != DROPPED], minlength=len(classes))
+        for name, count in zip(classes, counts.tolist(), strict=True):
+            if count < splits:
+                raise UserError(
+                    f"{train.source.name}: label {name!r} has {count} row{'s' * (count != 1)}; at least "
+                    f"{splits} are needed so that every split has one. Add rows, or remove that class"
+                )
 
     def check_split(self, dataset: Dataset, split: str, labels: Array) -> None:
         missing = set(range(len(dataset.label_names))) - set(labels.tolist())
@@ -182,18 +157,19 @@ class Classification(TaskKind):
             dataset.warnings.append(notice("data.no_label", split=split, labels=names))
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}
-
-        def labels_of(split: str, part: Part, rows: Array, chunk: Chunk) -> Array:
-            counts[split] += np.bincount(part.labels[rows], minlength=len(counts[split]))
-            return part.labels[rows]
-
-        dtype = np.uint8 if len(dataset.label_names) <= 1 << 8 else np.uint32
-        written = write_texts(dataset, tokenizer, folder, lengths.text, show, {"labels": dtype}, labels_of)
-        return {split: meta | {"class_counts": counts[split].tolist()} for split, meta in written.items()}
+        classes = len(dataset.label_names)
+        dtype = np.uint8 if classes <= 1 << 8 else np.uint32
+        encoder = Encoder(tokenizer, lengths.text)
+        splits = self.write_texts(
+            dataset, encoder, folder, show, dtype, lambda rows: rows.part.labels[rows.numbers]
+        )
+        for split, meta in splits.items():
+            labels = np.load(folder / f"{split}.labels.npy")
+            meta["class_counts"] = np.bincount(labels, minlength=classes).tolist()
+        return splits
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        agree_on_padding(model, store.tokenizer())
+        super().fit_model(model, store, name)
         if model.config.problem_type is not None:  # what it was for another task
             model.config.problem_type = "single_label_classification"
 
@@ -201,37 +177,19 @@ class Classification(TaskKind):
         super().check_model(model, name, task)
         _check_one_label(model)
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
-        """`majority` (the most frequent training class) and `tfidf_logreg` (TF-IDF of words and pairs of
-        words, logistic regression, C = 8); for pairs also `premise_blind`, from the second text alone."""
-        classes = len(store.label_names)
+    def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
+        scores = classification_metrics(split.labels, predictions, len(store.label_names))
+        del scores["confusion"]
+        return scores
 
-        def scores(split: Split, predictions: Array) -> dict[str, Any]:
-            found = classification_metrics(split.labels, predictions, classes)
-            del found["confusion"]
-            return found
+    def constant(self, store: Store) -> tuple[str, float]:
+        return "majority", int(np.argmax(store["train"].meta["class_counts"]))
 
-        most = int(np.bincount(store["train"].labels, minlength=classes).argmax())
-        found: Baselines = {
-            "majority": {split.name: scores(split, np.full(len(split), most)) for split in splits}
-        }
-        if not have_sklearn():
-            return found, False
+    def linear_models(self, store: Store) -> dict[str, Any]:
         from sklearn.linear_model import LogisticRegression
 
-        texts = StoreTexts(store)
-        views = {"tfidf_logreg": False} | ({"premise_blind": True} if store.meta["pairs"] else {})
-        for name, blind in views.items():
-            model = LogisticRegression(C=8.0, max_iter=MOST_STEPS)
-            most_words = MOST_WEIGHTS // (1 if classes == 2 else classes)
-            labels = store["train"].labels
-            measured = tfidf_baseline(store, splits, texts, blind, labels, model, most_words, scores)
-            if measured:
-                found[name] = measured
-        return found, True
-
-    def fits(self, model: Any) -> bool:
-        return super().fits(model) and not gives_numbers(model)
+        names = ["tfidf_logreg", *(["premise_blind"] if store.meta["pairs"] else [])]
+        return {name: LogisticRegression(C=8.0, max_iter=MOST_STEPS) for name in names}
 
 
 KIND = Classification()
@@ -243,10 +201,6 @@ def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> d
     All `num_classes` classes count for `f1_macro`; one that is neither present nor predicted has F1 = 0.
     """
     truth, predicted = np.asarray(labels, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
-    check_lengths(len(truth), len(predicted))
-    for name, values in (("label", truth), ("prediction", predicted)):
-        if values.min() < 0 or values.max() >= num_classes:
-            raise ValueError(f"a {name} is outside 0..{num_classes - 1}")
     confusion = np.bincount(truth * num_classes + predicted, minlength=num_classes**2)
     confusion = confusion.reshape(num_classes, num_classes)
     right, support = np.diag(confusion), confusion.sum(axis=1)
@@ -257,59 +211,6 @@ def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> d
         "f1_weighted": float((f1 * support).sum() / len(truth)),
         "confusion": confusion.tolist(),
     }
-
-
-def label_columns(text: str, text_pair: str | None, label: str) -> Columns:
-    """The columns of a file of texts or pairs with one label each."""
-    if "," in label:
-        raise UserError(f"label names one column, not several ({label}); multi-label tasks are not supported")
-    columns = {"text": text, "label": label} | ({"text_pair": text_pair} if text_pair else {})
-    if len(set(columns.values())) < len(columns):
-        raise UserError(f"text, text_pair and label must be different columns, not {list(columns.values())}")
-    return columns
-
-
-def write_texts(
-    dataset: Dataset,
-    tokenizer: Any,
-    folder: Path,
-    max_length: int,
-    show: bool,
-    column: dict[str, Any],
-    labels_of: Callable[[str, Part, Array, Chunk], Array],
-) -> Splits:
-    """Write texts or pairs and one value each. `column` names its column and type; `labels_of` gives the
-    values of some rows: (split, part, rows, the rows' columns)."""
-    encoder = Encoder(tokenizer, max_length)
-    (name,) = column
-    pairs = "text_pair" in dataset.parts[0].columns
-    dtypes = item_dtypes(encoder) | column | ({"second": np.uint32} if pairs and encoder.typed else {})
-    with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
-        for part, split, rows, ids, chunk in split_chunks(dataset, show):
-            columns = {name: labels_of(split, part, rows, chunk), "ids": ids, "groups": part.numbers[rows]}
-            if pairs:
-                tokens, lengths, second, cut = encoder.pairs(chunk["text"], chunk["text_pair"])
-                columns |= {"second": second} if encoder.typed else {}
-            else:
-                tokens, lengths, cut = encoder.texts(chunk["text"])
-            size = sum(len(text.encode()) for role in ("text", "text_pair") for text in chunk.get(role, ()))
-            writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=lengths, **columns)
-        return {split: writer.close() for split, writer in writers.items()}
-
-
-def _check_class_sizes(dataset: Dataset, part: Part, needed: int) -> None:
-    counts = np.bincount(part.labels[part.split != DROPPED], minlength=len(dataset.label_names))
-    for name, count in zip(dataset.label_names, counts.tolist(), strict=True):
-        if count < needed:
-            raise UserError(
-                f"{part.source.name}: label {name!r} has {count} row{'s' * (count != 1)}; at least {needed} "
-                "are needed so that every split has one. Add rows, or remove that class"
-            )
-
-
-def gives_numbers(model: Any) -> bool:
-    """Whether a model gives a text a number, not a class."""
-    return bool(model.config.num_labels == 1 or model.config.problem_type == "regression")
 
 
 def _check_one_label(model: Any) -> None:

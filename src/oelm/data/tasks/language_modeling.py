@@ -6,6 +6,7 @@ rows are documents, each ends with it. Boundaries have no bytes.
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Windows
+from oelm.data.assemble import Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
-from oelm.data.progress import progress
+from oelm.data.preparation import Lengths, progress
 from oelm.data.shuffle import shuffle_keys, text_key
-from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    PADDED,
-    Array,
-    Baselines,
-    Batch,
-    Layout,
-    Lengths,
-    Measured,
-    Objective,
-    Splits,
-    TaskKind,
-)
+from oelm.data.store import IGNORE, Split, Store, count_tokens
+from oelm.data.tasks.base import PADDED, Array, Baselines, Batch, Measured, Objective, Splits, TaskKind
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
@@ -40,17 +30,13 @@ from oelm.models.gpt import OelmGPTForCausalLM
 
 PIECE = 1 << 16  # characters tokenised as one string
 BLOCK = 1 << 20  # characters handed to the tokenizer at once: this bounds memory
-COUNTED = 1 << 24  # tokens counted at once
 
 
 class LanguageObjective(Objective):
-    def __init__(
-        self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
-    ) -> None:
-        super().__init__(store, window, label_smoothing, class_weights)
-        self.windows = {
-            name: Windows(split, window, whole=name == "train") for name, split in store.splits.items()
-        }
+    @cached_property
+    def windows(self) -> dict[str, Windows]:
+        splits = self.store.splits.items()
+        return {name: Windows(split, self.window, whole=name == "train") for name, split in splits}
 
     def plan(self, split: str, batch_size: int | None, batch_tokens: int | None, seed: int | None) -> Plan:
         return Plan(self.windows[split].lengths, batch_size, batch_tokens, seed)
@@ -58,13 +44,13 @@ class LanguageObjective(Objective):
     def ids(self, split: str, items: Array) -> Array:
         return items
 
-    def groups(self, split: str) -> Array | None:
+    def groups(self, split: str) -> Array:
         return self.windows[split].groups()
 
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         batch = self.windows[split].batch(items)
         inputs = {"input_ids": batch.input_ids}
-        return Batch(batch.ids, inputs, {"labels": batch.targets}, self.count(split, items))
+        return Batch(np.asarray(items), inputs, {"labels": batch.targets}, self.count(split, items))
 
     def places(self, split: str, items: Array) -> tuple[Array, Array]:
         windows = self.windows[split]
@@ -139,15 +125,6 @@ class LanguageModeling(TaskKind):
                 )
         return splits
 
-    def check_config(self, config: Any, name: str) -> None:
-        """Half of an encoder-decoder is no language model."""
-        if config.is_encoder_decoder:
-            raise UserError(
-                f"{name} is a {config.model_type}, and such a model does not {self.does}; name one of "
-                "another kind with --model"
-            )
-        super().check_config(config, name)
-
     @torch.no_grad()
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         """Refuse an encoder in a language model's place: it sees the tokens it is to predict, so its
@@ -167,7 +144,7 @@ class LanguageModeling(TaskKind):
     def check_model(self, model: Any, name: str, task: str) -> None:
         check_language_model(model, "a corpus")
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
         predicts for any size: every token but the boundary at the start of the stream."""
         cost = unigram_cost(count_tokens(store["train"].tokens[1:], store.vocab_size))
@@ -175,7 +152,7 @@ class LanguageModeling(TaskKind):
         for split in splits:
             counts = count_tokens(split.tokens[1:], store.vocab_size)
             found[split.name] = language_metrics(float(counts @ cost), int(counts.sum()), split.bytes)
-        return {"unigram": found}, True
+        return {"unigram": found}
 
 
 KIND = LanguageModeling()
@@ -186,18 +163,12 @@ def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, f
 
     Perplexity is inf where it does not fit a float (a loss above 709).
     """
-    if tokens < 1 or num_bytes < 1:
-        raise ValueError(f"nothing to measure: {tokens} tokens, {num_bytes} bytes")
     loss = float(nll_sum) / tokens
     try:
         perplexity = math.exp(loss)
     except OverflowError:
         perplexity = math.inf
-    return {
-        "loss": loss,
-        "perplexity": perplexity,
-        "bits_per_byte": float(nll_sum) / math.log(2) / num_bytes,
-    }
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": float(nll_sum) / math.log(2) / num_bytes}
 
 
 def check_language_model(model: Any, option: str) -> None:
@@ -209,14 +180,6 @@ def check_language_model(model: Any, option: str) -> None:
 def unigram_cost(seen: Array) -> Array:
     """Nats for each token, from how often each was seen; smoothed by adding one."""
     return np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
-
-
-def count_tokens(tokens: Array, vocabulary: int) -> Array:
-    """How often each token of the vocabulary occurs."""
-    counts = np.zeros(vocabulary, dtype=np.int64)
-    for start in range(0, len(tokens), COUNTED):
-        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocabulary)
-    return counts
 
 
 def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:
@@ -266,7 +229,7 @@ class _Stream:
         self.size = 0
         self.line = ""  # rows of a stream are joined before they are cut: they are not units of text
         self.inside = False  # of a document: its first piece has been written, its last has not
-        writer.append(bytes=0, tokens=self.boundary)
+        writer.append(tokens=self.boundary, documents=np.zeros(0, np.int64))
 
     def add(self, text: str) -> None:
         self.writer.meta["items"] += 1
@@ -290,9 +253,8 @@ class _Stream:
         arrays: list[np.ndarray] = []
         starts: list[int] = []
         place = self.writer.meta["tokens"]
-        for ids, (_, ends) in zip(
-            self.encoder.ids([part for part, _ in self.pending]), self.pending, strict=True
-        ):
+        tokens = self.encoder.ids([part for part, _ in self.pending])
+        for ids, (_, ends) in zip(tokens, self.pending, strict=True):
             if not self.inside:
                 starts.append(place)
             arrays.append(np.array(ids, dtype=self.encoder.dtype))

@@ -5,38 +5,35 @@ one of them. Items of one question share its id. The splits that are measured al
 the characters it came from, and the documents and right answers themselves (`Split.right_texts`).
 """
 
-import json
 import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.dataset import SPLITS, Dataset, Part
-from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.assemble import Layout
+from oelm.data.dataset import Dataset, Part
+from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     PADDED,
     Array,
     Batch,
-    Layout,
-    Lengths,
     Measured,
     Objective,
     Reader,
     Splits,
     TaskKind,
-    check_lengths,
     pair_fault,
+    write_items,
 )
 from oelm.data.tokenizer import Encoder
-from oelm.data.writer import right_text_files, split_writers
 from oelm.errors import UserError
 
 OVERLAP = 128  # tokens two neighbouring windows share
@@ -50,13 +47,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 class AnswerObjective(Objective):
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        padded = self.padded(split, items, layout)
-        assert padded.start_positions is not None and padded.end_positions is not None
-        targets = {"start": padded.start_positions, "end": padded.end_positions}
-        if self.store[split].has("context"):
-            targets["context"] = torch.from_numpy(self.store[split].column("context")[items].astype(np.int64))
-        targets["items"] = torch.from_numpy(np.asarray(items))
-        return Batch(padded.ids, padded.inputs(), targets, self.tokens(split, items))
+        batch = super().batch(split, items, layout)
+        context = self.store[split].column("context")[items].astype(np.int64)
+        batch.targets |= {"context": torch.from_numpy(context), "items": torch.from_numpy(np.asarray(items))}
+        return batch
 
     def count(self, split: str, items: Array) -> int:
         return max(1, int((self.store[split].column("starts")[items] != IGNORE).sum()))
@@ -65,11 +59,11 @@ class AnswerObjective(Objective):
         return self._loss(model(**batch.inputs), batch)
 
     def _loss(self, out: Any, batch: Batch) -> Tensor:
-        start = F.cross_entropy(
-            out.start_logits.float(), batch.targets["start"], ignore_index=IGNORE, reduction="sum"
-        )
-        end = F.cross_entropy(
-            out.end_logits.float(), batch.targets["end"], ignore_index=IGNORE, reduction="sum"
+        start, end = (
+            F.cross_entropy(
+                out[f"{side}_logits"].float(), batch.targets[side], ignore_index=IGNORE, reduction="sum"
+            )
+            for side in ("start", "end")
         )
         return (start + end) / 2
 
@@ -77,12 +71,8 @@ class AnswerObjective(Objective):
         out = model(**batch.inputs)
         mask, context = batch.inputs["attention_mask"], batch.targets["context"]
         score, _, start, end = best_spans(out, mask, context)
-        return self._loss(out, batch), {
-            "items": batch.targets["items"].cpu().numpy(),
-            "scores": score.cpu().numpy(),
-            "starts": start.cpu().numpy(),
-            "ends": end.cpu().numpy(),
-        }
+        arrays = {"items": batch.targets["items"], "scores": score, "starts": start, "ends": end}
+        return self._loss(out, batch), {name: values.cpu().numpy() for name, values in arrays.items()}
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         """The arrays have one entry per question from here on: of its window with the highest score."""
@@ -92,14 +82,11 @@ class AnswerObjective(Objective):
         for row, question in enumerate(arrays["ids"].tolist()):
             if question not in best or arrays["scores"][row] > arrays["scores"][best[question]]:
                 best[question] = row
-        answers, right = [], []
-        for question, row in sorted(best.items()):
-            item, start, end = (int(arrays[key][row]) for key in ("items", "starts", "ends"))
-            answers.append(answer_text(part, item, start, end, known))
-            right.append(known[question]["answers"])
-        scores = answer_scores(right, answers)
         rows = [row for _, row in sorted(best.items())]
         kept = {name: values[rows] for name, values in arrays.items()}
+        places = zip(kept["items"].tolist(), kept["starts"].tolist(), kept["ends"].tolist(), strict=True)
+        answers = [answer_text(part, item, start, end, known) for item, start, end in places]
+        scores = answer_scores([known[question]["answers"] for question in sorted(best)], answers)
         return Measured({"loss": loss_sum / count, **means(scores)}, kept | scores)
 
 
@@ -153,23 +140,25 @@ class QuestionAnswering(TaskKind):
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
         """Columns per window: starts, ends, context (first context token); per token: characters from, to."""
         encoder = Encoder(tokenizer, lengths.text)
-        per_window = {"starts": np.int32, "ends": np.int32, "context": np.uint32}
-        base = item_dtypes(encoder) | per_window | ({"second": np.uint32} if encoder.typed else {})
-        measured = base | {"chars_from": np.uint32, "chars_to": np.uint32}
-        dtypes = {split: base if split == "train" else measured for split in SPLITS}
-        with split_writers(folder, dtypes) as writers, right_text_files(folder, SPLITS[1:]) as files:
-            for part, split, rows, ids, chunk in split_chunks(dataset, show):
-                given = zip(rows.tolist(), chunk["context"], chunk["answers"], strict=True)
-                answers = [_answers(part, row, context, right) for row, context, right in given]
-                items = windows(encoder, chunk["question"], chunk["context"], ids, answers)
-                items["groups"] = part.numbers[rows][np.searchsorted(ids, items["ids"])]
-                if split in files:
-                    _write_right_texts(files[split], ids, chunk, answers)
-                else:
-                    del items["chars_from"], items["chars_to"]
-                size = sum(len(text.encode()) for role in ("question", "context") for text in chunk[role])
-                writers[split].append(bytes=size, **items)
-            return {split: writer.close() for split, writer in writers.items()}
+
+        def encode(rows: Rows) -> dict[str, Any]:
+            questions, contexts = rows.columns["question"], rows.columns["context"]
+            given = zip(rows.numbers.tolist(), contexts, rows.columns["answers"], strict=True)
+            answers = [_answers(rows.part, row, context, right) for row, context, right in given]
+            items = windows(encoder, questions, contexts, rows.ids, answers)
+            groups = rows.part.numbers[rows.numbers][np.searchsorted(rows.ids, items["ids"])]
+            named = zip(rows.ids.tolist(), rows.columns["id"], contexts, answers, strict=True)
+            records = [
+                {"id": row, "name": name, "context": context, "answers": [context[a:b] for a, b in spans]}
+                for row, name, context, spans in named
+            ]
+            size = rows.bytes("question", "context")
+            return items | {"groups": groups, "bytes": size, "right_texts": records}
+
+        dtypes = {"starts": np.int32, "ends": np.int32, "context": np.uint32}
+        dtypes |= {"second": np.uint32} if encoder.typed else {}
+        characters = {"chars_from": np.uint32, "chars_to": np.uint32}
+        return write_items(dataset, folder, encoder, dtypes, encode, show, only_measured=characters)
 
     def config_fields(self, store: Store) -> dict[str, Any]:
         return {"num_labels": 2}  # where an answer starts and ends, whatever the checkpoint was made for
@@ -183,7 +172,6 @@ def answer_scores(right: Sequence[Sequence[str]], predictions: Sequence[str]) ->
 
     A question without right answers has the right answer "" (and only an empty one matches an empty one).
     """
-    check_lengths(len(right), len(predictions))
     exact, overlap = [], []
     for texts, answer in zip(right, predictions, strict=True):
         said = _answer_words(answer)
@@ -234,15 +222,6 @@ def answer_text(split: Split, item: int, start: int, end: int, known: dict[int, 
     return known[int(split.ids[item])]["context"][first:last].strip()
 
 
-def _write_right_texts(
-    file: TextIO, ids: Array, chunk: dict[str, list[Any]], answers: list[list[tuple[int, int]]]
-) -> None:
-    for row, name, context, spans in zip(ids, chunk["id"], chunk["context"], answers, strict=True):
-        texts = [context[start:end] for start, end in spans]
-        record = {"id": int(row), "name": name, "context": context, "answers": texts}
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
 def _answers(part: Part, row: int, context: str, answers: Any) -> list[tuple[int, int]]:
     """Where the right answers stand in the document, in characters; empty for a question without one."""
     try:
@@ -268,37 +247,28 @@ def windows(
     """The columns of all windows: each question with as much of its document as there is room for."""
     before, between, after = encoder.pair
     absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("tokens", "lengths", "ids", "second", "starts", "ends", "context", "chars")
-    }
-    for question, (tokens, chars), row, spans in zip(
-        encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True
-    ):
+    texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
+    found: list[tuple[Any, ...]] = []
+    for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
         question = question[: min(QUESTION, room // 2)]
         room -= len(question)
         head = [*before, *question, *between]
         first, last = _token_span(chars, spans[0]) if spans else (-1, -1)
-        for start in range(0, max(1, len(tokens) - min(OVERLAP, room // 2)), room - min(OVERLAP, room // 2)):
+        overlap = min(OVERLAP, room // 2)
+        for start in range(0, max(1, len(tokens) - overlap), room - overlap):
             end = min(start + room, len(tokens))
             inside = spans and start <= first and last < end
-            columns["starts"].append(len(head) + first - start if inside else absent)
-            columns["ends"].append(len(head) + last - start if inside else absent)
-            item = [*head, *tokens[start:end], *after]
-            columns["tokens"].append(item)
-            columns["lengths"].append(len(item))
-            columns["ids"].append(row)
-            columns["second"].append(len(head))
-            columns["context"].append(len(head))
+            answer = (len(head) + first - start, len(head) + last - start) if inside else (absent, absent)
+            item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
             places = np.zeros((len(item), 2), dtype=np.int64)
             places[len(head) : len(head) + end - start] = chars[start:end]
-            columns["chars"].append(places)
-    chars = np.concatenate(columns.pop("chars"))
-    flat = np.concatenate([np.array(item, dtype=encoder.dtype) for item in columns.pop("tokens")])
-    if not encoder.typed:
-        del columns["second"]
-    rest = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
-    return rest | {"tokens": flat, "chars_from": chars[:, 0], "chars_to": chars[:, 1]}
+            found.append((item, places, len(item), row, len(head), len(head), *answer))
+    items, characters, *columns = zip(*found, strict=True)
+    names = ("lengths", "ids", "second", "context", "starts", "ends")
+    values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
+    places = np.concatenate(characters)
+    return values | {"tokens": np.concatenate(items), "chars_from": places[:, 0], "chars_to": places[:, 1]}
 
 
 def _token_span(chars: Array, span: tuple[int, int]) -> tuple[int, int]:

@@ -16,36 +16,16 @@ from torch import Tensor, nn
 
 from oelm.audit import unwrap
 from oelm.data.catalogue import Task
-from oelm.data.dataset import Dataset, Part
-from oelm.data.files import Chunk
+from oelm.data.dataset import Dataset
+from oelm.data.preparation import Lengths
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import (
-    PADDED,
-    Array,
-    Baselines,
-    Batch,
-    Columns,
-    Layout,
-    Lengths,
-    Measured,
-    Objective,
-    Splits,
-    TaskKind,
-    TextReader,
-    check_lengths,
-)
-from oelm.data.tasks.classification import gives_numbers, label_columns, write_texts
-from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
+from oelm.data.tasks.base import Array, Batch, Measured, Objective, Splits
+from oelm.data.tasks.texts import LabelledTexts, TextReader
+from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
-from oelm.models.fit import agree_on_padding
 
 
 class RegressionObjective(Objective):
-    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        padded = self.padded(split, items, layout)
-        labels = torch.from_numpy(np.array(self.store[split].column("values")[items]))
-        return Batch(padded.ids, padded.inputs(), {"labels": labels}, self.tokens(split, items))
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch)[0]
 
@@ -97,42 +77,40 @@ class NumberReader(TextReader):
             yield {"value": value * std + mean}
 
 
-class Regression(TaskKind):
+class Regression(LabelledTexts):
     name = "regression"
     does = "give a text a number"
-    auto_class = "AutoModelForSequenceClassification"
     metrics = {"rmse": False, "pearson": True, "loss": False}
     metric = "rmse"
     objective = RegressionObjective
     reader = NumberReader
     smooths = False
-
-    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
-        return label_columns(text, text_pair, label)
+    column = "values"
 
     def read_task(self, dataset: Dataset, task: Task) -> None:
         self.read_file(dataset, 0)
 
     def read_file(self, dataset: Dataset, splits: int) -> None:
         for part in dataset.parts:
-            _numbers(part, range(len(part.values)), part.values)
+            for row, value in enumerate(part.values):
+                if not math.isfinite(_number(value)):
+                    raise UserError(
+                        f"{part.source.where(row)}: label {str(value)[:40]!r} in column "
+                        f"{part.columns['label']!r} is not a number, as regression needs; correct it or "
+                        "remove the row"
+                    )
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """The numbers are the column `values`; a split's metadata has their mean, deviation and range."""
-        written: dict[str, list[Array]] = {}
-
-        def labels_of(split: str, part: Part, rows: Array, chunk: Chunk) -> Array:
-            values = _numbers(part, rows.tolist(), chunk["label"])
-            written.setdefault(split, []).append(values)
-            return values
-
-        splits = write_texts(
-            dataset, tokenizer, folder, lengths.text, show, {"values": np.float64}, labels_of
-        )
-        for split, parts in written.items():
-            values = np.concatenate(parts)
+        """A split's metadata has the labels' mean, deviation and range."""
+        encoder = Encoder(tokenizer, lengths.text)
+        splits = self.write_texts(
+            dataset, encoder, folder, show, np.float64,
+            lambda rows: np.array([_number(value) for value in rows.columns["label"]]),
+        )  # fmt: skip
+        for split, meta in splits.items():
+            values = np.load(folder / f"{split}.values.npy")
             summary = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
-            splits[split] |= {f"label_{name}": float(value) for name, value in summary.items()}
+            meta |= {f"label_{name}": float(value) for name, value in summary.items()}
         if not splits["train"]["label_std"] > 0:
             raise UserError(
                 f"{dataset.name}: all training texts have the same label; there is nothing to learn"
@@ -143,7 +121,7 @@ class Regression(TaskKind):
         return {"num_labels": 1, "problem_type": "regression"}
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        agree_on_padding(model, store.tokenizer())
+        super().fit_model(model, store, name)
         model.config.problem_type = "regression"
         for key in ("label_mean", "label_std"):
             setattr(model.config, key, store["train"].meta[key])
@@ -155,27 +133,16 @@ class Regression(TaskKind):
                 f"{name} does not give a text a number, which {task} asks for; fine-tune it for that"
             )
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
-        """`mean` of the training labels, and `tfidf_ridge` (TF-IDF of words and pairs of words, ridge
-        regression, alpha = 1)."""
+    def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
+        return regression_metrics(split.values, predictions)
 
-        def scores(split: Split, predictions: Array) -> dict[str, Any]:
-            return regression_metrics(split.column("values"), predictions)
+    def constant(self, store: Store) -> tuple[str, float]:
+        return "mean", store["train"].meta["label_mean"]
 
-        mean = store["train"].meta["label_mean"]
-        found: Baselines = {
-            "mean": {split.name: scores(split, np.full(len(split), mean)) for split in splits}
-        }
-        if not have_sklearn():
-            return found, False
+    def linear_models(self, store: Store) -> dict[str, Any]:
         from sklearn.linear_model import Ridge
 
-        labels, model = np.array(store["train"].column("values")), Ridge(alpha=1.0, random_state=0)
-        ridge = tfidf_baseline(store, splits, StoreTexts(store), False, labels, model, MOST_WEIGHTS, scores)
-        return found | ({"tfidf_ridge": ridge} if ridge else {}), True
-
-    def fits(self, model: Any) -> bool:
-        return super().fits(model) and gives_numbers(model)
+        return {"tfidf_ridge": Ridge(alpha=1.0, random_state=0)}
 
 
 KIND = Regression()
@@ -184,7 +151,6 @@ KIND = Regression()
 def regression_metrics(labels: Any, predictions: Any) -> dict[str, float]:
     """The root of the mean squared error and Pearson's correlation; 0 where one side is constant."""
     truth, predicted = np.asarray(labels, dtype=np.float64), np.asarray(predictions, dtype=np.float64)
-    check_lengths(len(truth), len(predicted))
     a, b = truth - truth.mean(), predicted - predicted.mean()
     varies = np.ptp(truth) > 0 and np.ptp(predicted) > 0  # the mean of equal numbers may be off by a rounding
     return {
@@ -193,17 +159,9 @@ def regression_metrics(labels: Any, predictions: Any) -> dict[str, float]:
     }
 
 
-def _numbers(part: Part, rows: Any, values: list[Any]) -> Array:
-    """The labels of some rows as numbers; what is none is refused with its row."""
-    numbers = np.empty(len(values))
-    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        try:
-            numbers[place] = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            numbers[place] = math.nan
-        if not math.isfinite(numbers[place]):
-            raise UserError(
-                f"{part.source.where(row)}: label {str(value)[:40]!r} in column {part.columns['label']!r} is "
-                "not a number, as regression needs; correct it or remove the row"
-            )
-    return numbers
+def _number(value: Any) -> float:
+    """A label as a number; NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

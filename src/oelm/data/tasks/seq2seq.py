@@ -6,7 +6,6 @@ array each. The splits that are measured also keep both texts (`Split.right_text
 compared with the target as the file has it, not with what was left of it after tokenising and cutting.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,29 +22,25 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
 from oelm.data.batches import Plan
-from oelm.data.dataset import SPLITS, Dataset
-from oelm.data.preparation import item_dtypes, split_chunks
-from oelm.data.store import IGNORE, Split, Store
+from oelm.data.dataset import Dataset
+from oelm.data.preparation import Lengths, Rows
+from oelm.data.store import IGNORE, Split, Store, count_tokens
 from oelm.data.tasks.base import (
-    PADDED,
     Array,
     Baselines,
     Batch,
     Columns,
-    Layout,
-    Lengths,
     Measured,
     Objective,
     Reader,
     Splits,
     TaskKind,
-    check_lengths,
+    write_items,
 )
-from oelm.data.tasks.language_modeling import count_tokens, language_metrics, unigram_cost
+from oelm.data.tasks.language_modeling import language_metrics, unigram_cost
 from oelm.data.tasks.question_answering import word_f1
 from oelm.data.tasks.token_classification import token_loss
 from oelm.data.tokenizer import Encoder, boundary_id
-from oelm.data.writer import right_text_files, split_writers
 from oelm.errors import UserError
 
 # A word is what stands between spaces; a character of a script that has none (kana, Han) is its own.
@@ -62,11 +57,8 @@ class Seq2SeqObjective(Objective):
         part = self.store[split]
         return Plan(part.lengths + part.target_lengths, batch_size, batch_tokens, seed)
 
-    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        padded = self.padded(split, items, layout)
-        assert padded.labels is not None
-        tokens = self.tokens(split, items) + self.count(split, items)
-        return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, tokens)
+    def tokens(self, split: str, items: Array) -> int:
+        return super().tokens(split, items) + self.count(split, items)
 
     def count(self, split: str, items: Array) -> int:
         return int(self.store[split].target_lengths[items].sum())
@@ -146,22 +138,20 @@ class Seq2Seq(TaskKind):
         """Columns: tokens, offsets and ids of the sources, target_tokens and target_offsets."""
         encoder = Encoder(tokenizer, lengths.text)
         writing = Encoder(tokenizer, lengths.target, target=True)
-        targets = {"target_tokens": encoder.dtype, "target_offsets": np.uint64}
-        dtypes = dict.fromkeys(SPLITS, item_dtypes(encoder) | targets)
-        with split_writers(folder, dtypes) as writers, right_text_files(folder, SPLITS[1:]) as files:
-            for part, split, rows, ids, chunk in split_chunks(dataset, show):
-                tokens, sizes, cut = encoder.texts(chunk["text"])
-                size = sum(len(text.encode()) for text in chunk["text"])
-                items = {"ids": ids, "groups": part.numbers[rows]}
-                writers[split].append(bytes=size, truncated=cut, tokens=tokens, lengths=sizes, **items)
-                tokens, sizes, cut = writing.texts(chunk["target"])
-                size = _kept_bytes(writing, chunk["target"], tokens, sizes)
-                writers[split].append_targets(bytes=size, truncated=cut, tokens=tokens, lengths=sizes)
-                if split in files:
-                    for row, source, target in zip(ids.tolist(), chunk["text"], chunk["target"], strict=True):
-                        record = {"id": row, "source": source, "target": target}
-                        files[split].write(json.dumps(record, ensure_ascii=False) + "\n")
-            return {split: writer.close() for split, writer in writers.items()}
+
+        def encode(rows: Rows) -> dict[str, Any]:
+            sources, targets = rows.columns["text"], rows.columns["target"]
+            values = dict(zip(("tokens", "lengths", "truncated"), encoder.texts(sources), strict=True))
+            tokens, lengths, cut = writing.texts(targets)
+            values |= {"target_tokens": tokens, "target_lengths": lengths, "target_truncated": cut}
+            values["bytes"] = rows.bytes("text")
+            values["target_bytes"] = _kept_bytes(writing, targets, tokens, lengths)
+            records = zip(rows.ids.tolist(), sources, targets, strict=True)
+            texts = [{"id": row, "source": source, "target": target} for row, source, target in records]
+            return values | {"right_texts": texts}
+
+        dtypes = {"target_tokens": encoder.dtype, "target_offsets": np.uint64}
+        return write_items(dataset, folder, encoder, dtypes, encode, show)
 
     def check_config(self, config: Any, name: str) -> None:
         if not config.is_encoder_decoder:
@@ -191,7 +181,7 @@ class Seq2Seq(TaskKind):
             pad_token_id=store.pad_id,
         )
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """What can be written without reading (`most_frequent_target` of train; ties: the first by its
         tokens) and without understanding (`copy_source`), and the `unigram` of the targets."""
         train = store["train"]
@@ -216,7 +206,7 @@ class Seq2Seq(TaskKind):
             found["unigram"][split.name] = language_metrics(
                 float(counts @ cost), int(counts.sum()), split.meta["target_bytes"]
             )
-        return found, True
+        return found
 
     def fits(self, model: Any) -> bool:
         return writes_targets(model)
@@ -235,7 +225,6 @@ def text_scores(right: Sequence[str], written: Sequence[str]) -> dict[str, Array
 
     Spaces aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers.
     """
-    check_lengths(len(right), len(written))
     pairs = [*zip(right, written, strict=True)]
     return {
         "exact_match": np.array([float(plain_text(text) == plain_text(said)) for text, said in pairs]),

@@ -11,36 +11,27 @@ from torch import Tensor, nn
 
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
-from oelm.data.dataset import SPLITS, Dataset, Part
-from oelm.data.preparation import item_dtypes, split_chunks
+from oelm.data.dataset import SPLITS, Dataset
+from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
-    PADDED,
     Array,
     Baselines,
     Batch,
-    Layout,
-    Lengths,
     Measured,
     Objective,
     Reader,
     Splits,
     TaskKind,
-    check_lengths,
+    write_items,
 )
 from oelm.data.tokenizer import Encoder
-from oelm.data.writer import split_writers
 from oelm.errors import UserError
 
 Entity = tuple[str, int, int]  # type, first place, place after the last
 
 
 class TaggingObjective(Objective):
-    def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        padded = self.padded(split, items, layout)
-        assert padded.labels is not None
-        return Batch(padded.ids, padded.inputs(), {"labels": padded.labels}, self.tokens(split, items))
-
     def count(self, split: str, items: Array) -> int:
         part = self.store[split]
         places = ranges(part.offsets[items], part.lengths[items])
@@ -72,13 +63,8 @@ class TaggingObjective(Objective):
 
 def token_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """The sum over the tokens that have a label."""
-    return F.cross_entropy(
-        logits.flatten(0, 1),
-        labels.flatten(),
-        ignore_index=IGNORE,
-        label_smoothing=smoothing,
-        reduction="sum",
-    )
+    options: dict[str, Any] = {"ignore_index": IGNORE, "label_smoothing": smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
 
 
 class TagReader(Reader):
@@ -107,13 +93,8 @@ class TokenClassification(TaskKind):
     name = "token-classification"
     does = "tag words"
     auto_class = "AutoModelForTokenClassification"
-    metrics = {
-        "token_accuracy": True,
-        "entity_f1": True,
-        "entity_precision": True,
-        "entity_recall": True,
-        "loss": False,
-    }
+    metrics = dict.fromkeys(("token_accuracy", "entity_f1", "entity_precision", "entity_recall"), True)
+    metrics |= {"loss": False}
     metric = "token_accuracy"
     objective = TaggingObjective
     reader = TagReader
@@ -130,39 +111,34 @@ class TokenClassification(TaskKind):
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
         """Columns: tokens and tags (parallel), offsets, ids, `words` (words per item before truncation)."""
         encoder = Encoder(tokenizer, lengths.text)
-        dtypes = item_dtypes(encoder) | {"tags": np.int16, "words": np.uint32}
-        counts = {split: np.zeros(len(dataset.label_names), dtype=np.int64) for split in SPLITS}
         number = {name: i for i, name in enumerate(dataset.label_names)}
-        with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
-            for part, split, rows, ids, chunk in split_chunks(dataset, show):
-                tags = [
-                    _tags(part, int(row), words, given, number)
-                    for row, words, given in zip(rows, chunk["tokens"], chunk["tags"], strict=True)
-                ]
-                tokens, sizes, firsts, cut = encoder.words(chunk["tokens"])
-                flat = np.full(len(tokens), IGNORE, dtype=np.int64)
-                item = np.repeat(np.arange(len(sizes)), sizes)
-                # `firsts`: the number of the word a token starts, or -1; look it up in all items' tags.
-                starts = np.cumsum([0, *map(len, tags)])[:-1]
-                begins = firsts >= 0
-                flat[begins] = np.concatenate(tags)[starts[item[begins]] + firsts[begins]]
-                counts[split] += np.bincount(flat[begins], minlength=len(number))
-                writers[split].append(
-                    bytes=sum(len(word.encode()) for words in chunk["tokens"] for word in words),
-                    truncated=cut,
-                    tokens=tokens,
-                    lengths=sizes,
-                    tags=flat,
-                    ids=ids,
-                    groups=part.numbers[rows],
-                    words=np.array([len(words) for words in chunk["tokens"]]),
-                )
-            return {
-                split: writer.close() | {"class_counts": counts[split].tolist()}
-                for split, writer in writers.items()
-            }
 
-    def trivial_baselines(self, store: Store, splits: list[Split]) -> tuple[Baselines, bool]:
+        def encode(rows: Rows) -> dict[str, Any]:
+            sentences = rows.columns["tokens"]
+            given = zip(rows.numbers.tolist(), sentences, rows.columns["tags"], strict=True)
+            where = rows.part.source.where
+            tags = [_tags(where(row), words, named, number) for row, words, named in given]
+            tokens, sizes, firsts, cut = encoder.words(sentences)
+            flat = np.full(len(tokens), IGNORE, dtype=np.int64)
+            item = np.repeat(np.arange(len(sizes)), sizes)
+            # `firsts`: the number of the word a token starts, or -1; look it up in all items' tags.
+            starts = np.cumsum([0, *map(len, tags)])[:-1]
+            begins = firsts >= 0
+            flat[begins] = np.concatenate(tags)[starts[item[begins]] + firsts[begins]]
+            size = sum(len(word.encode()) for words in sentences for word in words)
+            counts = np.array([len(words) for words in sentences])
+            values = {"tokens": tokens, "lengths": sizes, "tags": flat, "words": counts}
+            return values | {"bytes": size, "truncated": cut}
+
+        dtypes = {"tags": np.int16, "words": np.uint32}
+        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        for split in SPLITS:
+            tags = np.load(folder / f"{split}.tags.npy")
+            counts = np.bincount(tags[tags != IGNORE], minlength=len(number))
+            splits[split]["class_counts"] = counts.tolist()
+        return splits
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """`most_frequent_tag` of each token in train, or of all for one never seen; ties: the first."""
         tags = np.asarray(store["train"].tags, dtype=np.int64)
         tagged = tags != IGNORE
@@ -174,7 +150,7 @@ class TokenClassification(TaskKind):
         best = np.full(store.vocab_size, np.bincount(tags[tagged], minlength=classes).argmax())
         order = np.lexsort((-cells, counts))  # rising counts, so that the last one written is the best
         best[cells[order] // classes] = cells[order] % classes
-        return {"most_frequent_tag": {split.name: _tag_scores(store, split, best) for split in splits}}, True
+        return {"most_frequent_tag": {split.name: _tag_scores(store, split, best) for split in splits}}
 
 
 KIND = TokenClassification()
@@ -186,10 +162,6 @@ def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
     Entities are read as conlleval does: an I- that continues nothing of its type begins an entity.
     """
-    check_lengths(len(truth), len(predicted))
-    for number, (true, guess) in enumerate(zip(truth, predicted, strict=True)):
-        if len(true) != len(guess):
-            raise ValueError(f"sequence {number} has {len(true)} tags and {len(guess)} predictions")
     pairs = [*zip(truth, predicted, strict=True)]
     counts = {
         "tags": [len(true) for true in truth],
@@ -250,15 +222,13 @@ def _tag_scores(store: Store, split: Split, best: Array) -> dict[str, Any]:
     return tagging_metrics(tag_counts([row.tolist() for row in truth], [row.tolist() for row in predicted]))
 
 
-def _tags(part: Part, row: int, words: list[str], tags: Any, number: dict[str, int]) -> Array:
+def _tags(place: str, words: list[str], tags: Any, number: dict[str, int]) -> Array:
     """The tags of one row as numbers, one per word."""
     if not isinstance(tags, list) or len(tags) != len(words):
         count = len(tags) if isinstance(tags, list) else "no"
-        raise UserError(
-            f"{part.source.where(row)}: {len(words)} words and {count} tags; one per word is needed"
-        )
+        raise UserError(f"{place}: {len(words)} words and {count} tags; one per word is needed")
     numbers = [number.get(tag, -1) if isinstance(tag, str) else tag for tag in tags]
     for tag, value in zip(tags, numbers, strict=True):
         if not isinstance(value, int) or not 0 <= value < len(number):
-            raise UserError(f"{part.source.where(row)}: tag {tag!r} is not one of 0 to {len(number) - 1}")
+            raise UserError(f"{place}: tag {tag!r} is not one of 0 to {len(number) - 1}")
     return np.array(numbers, dtype=np.int64)

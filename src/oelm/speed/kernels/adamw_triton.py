@@ -10,8 +10,6 @@ until someone has looked.
 Steps without a gradient are taken one after another in registers: many of them read and write once.
 `speed/row_windows.py` says what for.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 import torch
 import triton
@@ -80,10 +78,8 @@ def _squares_kernel(pieces, grads, partial, count, PIECE: tl.constexpr):
 
 @triton.jit
 def _factors_kernel(addresses, constants, partial, norm, fault, factors, clip, WALKERS: tl.constexpr):
-    """For a program's weight: count the step, and find its factors. Powers want float64.
-
-    The fault is set by one program while others read it: all of them find the same, before and after.
-    """
+    """For a program's weight: count the step, and find its factors. Powers want float64. The fault is set by
+    one program while others read it: all of them find the same, before and after."""
     number = tl.program_id(0)
     total = tl.sqrt(tl.sum(tl.load(partial + tl.arange(0, WALKERS)), 0))
     scale = 1.0

@@ -4,8 +4,6 @@ A program takes a row: once for the softmax's normaliser, once to write the grad
 Exponentials are taken relative to the largest logit of the first block, which needs no comparisons. Only if
 another exceeds it by so much that digits would be lost are they taken again, relative to the largest of all.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 import torch
 import triton

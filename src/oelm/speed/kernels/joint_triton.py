@@ -10,8 +10,6 @@ the result does not depend on which comes first, and the same step gives the sam
 
 Shapes: qkv is (B, T, 3, H, D), with any strides; texts end to end are one batch entry with `cu_seqlens`.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 from typing import Any
 
@@ -44,11 +42,9 @@ def _query_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS K over keys low..high.
-
-    A key after the text's end is hidden before the exponential: its score would be 0, and where all real
-    scores are very negative exp(0 - lse) is infinite, which times a key of zeros is NaN.
-    """
+    """Adds dS K over keys low..high. A key after the text's end is hidden before the exponential: its score
+    would be 0, and where all real scores are very negative exp(0 - lse) is infinite, which times a key of
+    zeros is NaN."""
     queries = first_query + tl.arange(0, BLOCK_M)
     for first in range(low, high, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
@@ -191,7 +187,7 @@ def forward(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) 
 def backward(
     qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    joint, delta = _empty(qkv), torch.empty_like(lse)
+    joint, delta = qkv.new_empty(qkv.shape), torch.empty_like(lse)
     (q, k, v), (grad_q, grad_k, grad_v) = _parts(qkv), _parts(joint)
     out, grad = out.transpose(1, 2), grad.transpose(1, 2)
     rest = arguments(q, cu_seqlens, causal, scale) | {"to_score": scale}
@@ -207,10 +203,6 @@ def backward(
     return joint
 
 
-def _empty(qkv: Tensor) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
 @forward.register_fake
 def _(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     batch, rows, _, heads, head_dim = qkv.shape
@@ -222,7 +214,7 @@ def _(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tup
 def _(
     qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    return _empty(qkv)
+    return qkv.new_empty(qkv.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

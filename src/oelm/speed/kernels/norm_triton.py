@@ -5,8 +5,6 @@ the weight's and the bias's gradients; another kernel adds these up, in the same
 
 Shapes: N rows, C columns.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 from typing import Any
 

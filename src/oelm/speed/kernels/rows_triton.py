@@ -5,8 +5,6 @@ left open: two runs of one seed then differ. Here tokens are ordered by word (an
 then one program adds up all rows of a word. A step's few thousand tokens are ordered by counting, for each,
 those that come before it: that is quicker than sorting them.
 """
-# mypy: disable-error-code="no-untyped-def"
-# A kernel's arguments are what Triton makes of them; Python's types do not describe them.
 
 import torch
 import triton

@@ -81,12 +81,8 @@ class WorkerProcess:
     def train(self, job: RunJob) -> None:
         assert self.process.stdin is not None
         self.job = job
-        values: dict[str, Any] = {
-            "config": job.config.to_dict(),
-            "store": str(job.dataset),
-            "out": str(job.folder),
-        }
-        values["processes"] = self.slot.processes
+        values = {"config": job.config.to_dict(), "processes": self.slot.processes}
+        values |= {"store": str(job.dataset), "out": str(job.folder)}
         with contextlib.suppress(BrokenPipeError):  # it has died: its listener says so
             self.process.stdin.write(json.dumps(values) + "\n")
             self.process.stdin.flush()

@@ -157,7 +157,8 @@ def _environment(view: View) -> Table:
     for record in view.analysis.records:
         for key, value in record.made_with.items():
             seen[words.name("repeat", key)][value] += 1
-        seen[words("repeat.data", task=record.task)][str(record.environment.get("data"))] += 1
+        if data := record.environment.get("data"):
+            seen[words("repeat.data", task=record.task)][str(data)] += 1
     rows = []
     for name, counts in seen.items():
         texts = [words("repeat.of_runs", value=text, count=count) for text, count in counts.most_common()]

@@ -89,7 +89,10 @@ def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
             alike.setdefault(json.dumps(told.to_dict()), (kind, told, []))[2].append(arm.method)
     for kind, told, methods in alike.values():
         yield kind, Notice(told.code, {"task": view.label(group), "methods": methods, **told.values})
-    if count := _missing(group):
+    ended = {r.cell for r in group.records if r.completed}
+    ended |= {r.cell for arm in group.arms.values() for r in arm.failures if r.failed_by_method}
+    needed = group.matrix.needed if group.matrix else []  # as far as it can be known
+    if count := len([cell for cell in needed if cell not in ended]):
         yield "unfinished", notice("study.unfinished", task=view.label(group), count=count)
 
 
@@ -105,15 +108,6 @@ def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
         yield "rate", notice("study.lr_at_edge", lr=arm.lr)
     if group.matrix and arm.method in group.matrix.failed:
         yield "rate", notice("study.no_lr")
-
-
-def _missing(group: Group) -> int:
-    """Runs that the study needs, as far as it can be known, and that have not ended."""
-    if group.matrix is None:
-        return 0
-    ended = {r.cell for r in group.records if r.completed}
-    ended |= {r.cell for arm in group.arms.values() for r in arm.failures if r.failed_by_method}
-    return len([cell for cell in group.matrix.needed if cell not in ended])
 
 
 def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:

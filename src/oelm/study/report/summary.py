@@ -88,7 +88,7 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
         "behind": group.behind(arm),
-        "unevaluated": arm.unevaluated,
+        "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
         "failures": [_failure(record) for record in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
@@ -100,7 +100,7 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
 def _failure(record: Record) -> dict[str, Any]:
     kind = record.failure_kind
     status = {"status": "failed" if kind else "interrupted", "kind": kind, "reason": record.reason}
-    return asdict(record.cell) | status
+    return _picked(record, "method", "lr", "seed") | status
 
 
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Texts, or pairs of texts, with one label each: what classification and regression share."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from oelm.data.dataset import Dataset
+from oelm.data.preparation import Rows
+from oelm.data.store import Split, Store
+from oelm.data.tasks.base import Array, Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
+from oelm.data.tokenizer import Encoder
+from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
+from oelm.errors import UserError
+from oelm.models.fit import agree_on_padding
+
+
+class TextReader(Reader):
+    """Lines that are texts or, for a model of pairs, text, tab, text."""
+
+    @property
+    def pairs(self) -> bool:
+        return bool(getattr(self.model.config, "text_pairs", False))
+
+    def problem(self, line: str) -> str:
+        fault = pair_fault(line.split("\t")) if self.pairs else ""
+        return f"is not a pair: this model reads text, tab, text, and here {fault}" if fault else ""
+
+    def logits(self, lines: list[str]) -> Tensor:
+        second = None
+        if self.pairs:
+            firsts, seconds = zip(*(line.split("\t") for line in lines), strict=True)
+            tokens, lengths, second, cut = self.encoder.pairs([*firsts], [*seconds])
+        else:
+            tokens, lengths, cut = self.encoder.texts(lines)
+        self.cut += cut
+        return self.model(**self.inputs(tokens, lengths, second)).logits.float()
+
+
+class LabelledTexts(TaskKind):
+    auto_class = "AutoModelForSequenceClassification"
+    column: str  # of a prepared dataset, and the attribute of `Split`: the labels
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        if "," in label:
+            raise UserError(
+                f"label names one column, not several ({label}); multi-label tasks are not supported"
+            )
+        columns = {"text": text, "label": label} | ({"text_pair": text_pair} if text_pair else {})
+        if len(set(columns.values())) < len(columns):
+            raise UserError(
+                f"text, text_pair and label must be different columns, not {list(columns.values())}"
+            )
+        return columns
+
+    def write_texts(
+        self,
+        dataset: Dataset,
+        encoder: Encoder,
+        folder: Path,
+        show: bool,
+        dtype: Any,
+        labels_of: Callable[[Rows], Array],
+    ) -> Splits:
+        pairs = "text_pair" in dataset.parts[0].columns
+
+        def encode(rows: Rows) -> dict[str, Any]:
+            values: dict[str, Any] = {self.column: labels_of(rows), "bytes": rows.bytes("text", "text_pair")}
+            if pairs:
+                tokens, lengths, values["second"], cut = encoder.pairs(
+                    rows.columns["text"], rows.columns["text_pair"]
+                )
+            else:
+                tokens, lengths, cut = encoder.texts(rows.columns["text"])
+            return values | {"tokens": tokens, "lengths": lengths, "truncated": cut}
+
+        dtypes = {self.column: dtype} | ({"second": np.uint32} if pairs and encoder.typed else {})
+        return write_items(dataset, folder, encoder, dtypes, encode, show)
+
+    def fit_model(self, model: Any, store: Store, name: str) -> None:
+        agree_on_padding(model, store.tokenizer())
+
+    @abstractmethod
+    def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
+        """The metrics of predictions for all items of a split."""
+
+    @abstractmethod
+    def constant(self, store: Store) -> tuple[str, float]:
+        """The best prediction that reads no text, and the name of that baseline."""
+
+    @abstractmethod
+    def linear_models(self, store: Store) -> dict[str, Any]:
+        """Models of scikit-learn by the names of their baselines; `premise_blind` reads second texts only."""
+
+    def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
+        """A constant and, where scikit-learn is installed, linear models of words and pairs of words."""
+        name, value = self.constant(store)
+        found = {
+            name: {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
+        }
+        if not have_sklearn():
+            return found
+        texts, labels = StoreTexts(store), getattr(store["train"], self.column)
+        weights = len(store.label_names) if len(store.label_names) > 2 else 1  # of each word
+        for name, model in self.linear_models(store).items():
+            predicted = tfidf_baseline(
+                texts, splits, labels, model, MOST_WEIGHTS // weights, name == "premise_blind"
+            )
+            if predicted is not None:
+                items, answers = predicted
+                found[name] = {
+                    split.name: self.scores(store, split, answers[split.name]) | {"trained_on": items}
+                    for split in splits
+                }
+        return found
+
+    def fits(self, model: Any) -> bool:
+        return super().fits(model) and gives_numbers(model) == (self.column == "values")
+
+
+def gives_numbers(model: Any) -> bool:
+    """Whether a model gives a text a number, not a class."""
+    return bool(model.config.num_labels == 1 or model.config.problem_type == "regression")
