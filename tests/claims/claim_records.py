@@ -14,6 +14,7 @@ from oelm.study.design import Study, make_study
 from oelm.study.records import Record, identify
 
 MEDIUM, BERT, NOWHERE = "gpt-medium-512", "bert-base-uncased", Path("nowhere")
+UNRECORDED = Path("without predictions")
 QK = {MEDIUM: (44_896_768, 3_145_728), BERT: (109_484_547, 14_174_208), "gpt-tiny": (1_510_146, 65_536)}
 FROZEN = ("oelm", "oelm-random", "oelm-gaussian", "oelm-global")
 WIGGLE = (0.3, -0.4, 0.1, -0.2, 0.2, -0.1, 0.4, -0.3, 0.2, -0.2)  # how seeds differ, in points or per cent
@@ -24,8 +25,8 @@ class MadeRecord(Record):
     """A record without a folder, all of whose test items have the score of the run: only seeds vary."""
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        if self.folder != NOWHERE or self.test is None:
-            return super().predictions()
+        if self.folder == UNRECORDED or self.test is None:
+            return None
         ids, score = np.arange(20), np.full(20, self.test)
         if self.metric == "perplexity":
             return {"ids": ids, "scores": np.log(score), "tokens": np.ones(20)}

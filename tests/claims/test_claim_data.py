@@ -78,5 +78,7 @@ def test_every_sentence_says_the_same_in_both_languages():
     assert set(data["verdicts"]) == {"supported", "refuted", "not decided"}
     source = "".join(Path(str(m.__file__)).read_text() for m in (claims, claim_cases, claim_rates))
     used = set(re.findall(r'"(\w+)"', source)) | {f"published_{w}" for w in ("inside", "above", "below")}
-    used |= {"with_gpt", "with_bert", "with_gpt_bert"} | claim_cases.MEASURES.keys()
+    used |= {"with_gpt", "with_bert", "with_gpt_bert"} | {
+        part.measure for claim in claim_data.read_claims() for part in claim.parts.values()
+    }
     assert data["words"].keys() <= used

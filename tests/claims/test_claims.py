@@ -16,7 +16,18 @@ from oelm.study.analysis import analyse, analyse_records
 from oelm.study.records import Record
 from oelm.study.result_types import PROBLEMS, Analysis
 from oelm.system.messages import sentences
-from tests.claims.claim_records import BERT, GRID, MEDIUM, WIGGLE, pairs, rates_study, run, trials, verdict
+from tests.claims.claim_records import (
+    BERT,
+    GRID,
+    MEDIUM,
+    UNRECORDED,
+    WIGGLE,
+    pairs,
+    rates_study,
+    run,
+    trials,
+    verdict,
+)
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -142,7 +153,7 @@ def with_problem(code: str) -> Analysis:
     more = {"at_chance": {"results": {"at_chance": True}}, "chosen_on_test": {"choose_on": "test"}}
     records = pairs(7, n=4 if code == "few_seeds" else 5, **more.get(code, {}))
     if code == "no_items":
-        records = [replace(record, folder=Path("without predictions")) for record in records]
+        records = [replace(record, folder=UNRECORDED) for record in records]
     if code == "failed":
         records += [run("oelm", 6, 0.9, results={"status": "failed", "test": None}), run("baseline", 6, 0.8)]
     if code == "unfinished":

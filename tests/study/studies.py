@@ -19,7 +19,8 @@ RECIPE = [
     "--batch-size", "8",
     "--set", "training.log_every=1", "--set", "training.save_every=4", "--set", "training.eval_every=6",
 ]  # fmt: skip
-MATRIX = ["--methods", "baseline,oelm", "--lrs", "1e-3,3e-3", "--steps", "12", "--set", "study.widen=0"]
+MATRIX = ["--methods", "baseline,oelm", "--lrs", "1e-3,3e-3", "--steps", "12", "--set", "study.widen=0",
+          "--set", "study.choose_seeds=1"]  # fmt: skip
 
 
 def make_file(folder: Path) -> Path:

@@ -232,12 +232,12 @@ def test_everything_asked_for_is_on_the_page(page):
 
 def test_the_numbers_in_the_files_are_those_of_the_analysis(study, page):
     comparison = analyse(study).comparisons[0]
-    assert comparison.paired is not None and comparison.items is not None
-    digits = numbers.digits_for(comparison.paired.low, comparison.paired.high)
+    assert comparison.combined is not None and comparison.by_items is not None
+    digits = numbers.digits_for(comparison.combined.low, comparison.combined.high)
     markdown = (study / "report.md").read_text(encoding="utf-8")
     for text in (page.text, markdown):
-        assert numbers.signed(comparison.paired.mean, digits) in text
-        assert numbers.signed(comparison.items.low, digits) in text
+        assert numbers.signed(comparison.combined.mean, digits) in text
+        assert numbers.signed(comparison.by_items.low, digits) in text
         for record in comparison.arm.records:
             assert f"{100 * record.test:.2f}" in text
 
@@ -525,7 +525,9 @@ def test_the_command_writes_prints_and_answers_in_json(study):
     result = CliRunner().invoke(app, ["report", str(study), "--json"])
     values = json.loads(result.stdout)
     analysis = analyse(study)
-    assert values["comparisons"][0]["paired"]["mean"] == analysis.comparisons[0].paired.mean
+    found = analysis.comparisons[0].overall
+    assert values["comparisons"][0]["overall"]["mean"] == found.mean
+    assert {"low", "high", "p", "df", "share_items"} <= values["comparisons"][0]["overall"].keys()
     assert values["settings"][0]["arms"][1]["test"] == analysis.groups[0].arms["oelm"].values
     assert [claim["id"] for claim in values["claims"]] == [f"C{i}" for i in range(1, 11)]
     assert {warning["kind"] for warning in values["warnings"]} >= {"trivial", "run"}
