@@ -157,6 +157,7 @@ _PRESETS = {
         Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),
         Method("oelm-global-trainable", start=_start("global", "q", "k")),
         Method("oelm-gaussian", start=_start("gaussian", "q", "k"), freeze=_QK),
+        Method("gaussian-trainable", start=_start("gaussian", "q", "k")),
         Method("oelm-hadamard", start=_start("hadamard", "q", "k"), freeze=_QK),
         Method("oelm-trainable", start=_start("orthogonal", "q", "k")),
         Method("oelm-q-only", start=_start("orthogonal", "q"), freeze={"q": "all"}),

@@ -29,6 +29,10 @@ def study(
     ] = None,
     lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="Add seeds, up to --max-seeds, until the data decide.")
+    ] = False,
+    max_seeds: Annotated[int | None, typer.Option(help="With --until-decided; default: 20.")] = None,
     margin: Annotated[
         float | None, typer.Option(help="Smaller differences count as equal: points, or per cent of PPL.")
     ] = None,
@@ -57,7 +61,8 @@ def study(
 
     Words(lang)  # a language that does not exist must not cost a study
     lists = {"tasks": task, "methods": methods, "lrs": lrs}
-    table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs}
+    table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs, "max_seeds": max_seeds}
+    table |= {"until_decided": True} if until_decided else {}
     table |= {key: options.parts(text) for key, text in lists.items() if text is not None}
     planned = resolve_study(name, out, given, table, set_ or [], plugin or [])
     title = name or given.get("data") or (task or "study").replace(",", "-")

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,9 @@ from oelm.study.two_way import Overall, by_items, overall
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below it."""
     study: Study | None = None
-    changes = []
+    planned: Study | None = None
     if (folder / "study.toml").is_file():
-        study, changes = StudyFolder(folder).read(), StudyFolder(folder).changes()
+        study, planned = StudyFolder(folder).read(), StudyFolder(folder).planned()
     else:
         check_folder(folder)
         # Without its study.toml a report could not tell how a study's learning rates were chosen.
@@ -42,8 +43,35 @@ def analyse(folder: Path) -> Analysis:
     records, left_out, damaged = records_below(folder)
     if not any(record.completed or record.results["status"] == "failed" for record in records):
         raise no_runs(folder, damaged)
-    analysis = analyse_records(records, study, left_out, folder.resolve().name)
-    return replace(analysis, damaged=damaged, changes=changes)
+    analysis = analyse_records(records, planned or study, left_out, folder.resolve().name)
+    if study and planned and study.plan != planned.plan:  # the verdicts are those of the plan
+        changed = analyse_records(records, study, left_out)
+        analysis = replace(analysis, changed=changed, changes=_changes(planned.plan, study.plan))
+    unplanned = study is not None and planned is None
+    return replace(analysis, damaged=damaged, unplanned=unplanned)
+
+
+def settled(analysis: Analysis) -> bool:
+    """Whether more seeds would change nothing: every comparison is decided, or its test items forbid it."""
+    return all(c.verdict in ("better", "worse", "equivalent") or _hopeless(c) for c in analysis.comparisons)
+
+
+def _hopeless(comparison: Comparison) -> bool:
+    """Whether any number of seeds would leave this difference undecided on these test items."""
+    found = comparison.overall
+    if comparison.verdict != "open" or found is None:
+        return False
+    width = found.half_width()
+    return abs(found.mean) < width and abs(found.mean) + width > comparison.margin
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    keys = sorted(before.keys() | now.keys())
+    return [
+        {"key": key, "from": before.get(key), "to": now.get(key)}
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
 
 
 def analyse_records(
@@ -172,7 +200,9 @@ def _compare(
     )
     ties = [(a, b) for a in arm.by_lr for b in other.by_lr]
     tables = [table_of(group, pair_runs(a, b)) for a, b in ties]
-    found: list[Overall] = [overall(*table) for table in tables if table is not None]
+    looks = len(study.looks) if study else 1
+    level = 1 - decide.LEVEL / looks
+    found: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
     problems = find_problems(arm, other, study, planned)
     if seeds and len(found) < len(ties):
         problems = (*problems, "no_items")
@@ -180,7 +210,7 @@ def _compare(
     return Comparison(
         group, method, reference, margin, seeds, differences,
         overall=found[0] if tables[0] is not None else None,
-        combined=decide.combine(found, bound) if found and len(found) == len(ties) else None,
+        combined=decide.combine(found, bound, looks) if found and len(found) == len(ties) else None,
         by_seeds=statistics.interval(differences) if seeds else None,
         by_items=by_items(*tables[0]) if tables[0] is not None else None,
         problems=problems,

@@ -74,15 +74,25 @@ def conduct(
     show: Callable[[StudyProgress], None] = lambda progress: None,
 ) -> StudyProgress:
     """Make every run the study needs that is not there yet. Raises `Interrupted` when told to stop."""
+    from oelm.study.analysis import analyse, settled
+
     folder = StudyFolder(out)
     with folder.lock(study), stopping(stop_after) as stop:
-        settings = prepare_settings(study)
-        check_methods(settings)
-        launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
-        stop.patient = True  # from here on the scheduler looks, and running runs save first
-        folder.save(study, settings)
-        folder.write(made=[setting.key for setting in settings])
-        return Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+        for seeds in study.looks:
+            study = study.with_seeds(seeds)
+            settings = prepare_settings(study)
+            check_methods(settings)
+            launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
+            stop.patient = True  # from here on the scheduler looks, and running runs save first
+            folder.save(study, settings)
+            folder.write(made=[setting.key for setting in settings])
+            progress = Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+            if seeds == study.looks[-1] or settled(analyse(out)):
+                break
+            progress.news.append(f"not decided with {seeds} seeds; going on")
+            show(progress)
+            stop.patient = False
+        return progress
 
 
 class ProgressView:

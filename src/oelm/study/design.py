@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml
 from oelm.errors import UserError
 from oelm.method import Method
+from oelm.study.decide import LOOKS
 from oelm.study.matrix import Matrix, Scores, plan_runs
 
 # Measured runs have the seeds 1, 2, ...; trials have seeds that no measured run uses.
@@ -32,6 +33,10 @@ class StudyConfig:
     measure: Literal["near-ties", "best", "all"] = "near-ties"  # learning rates that are measured
     contrasts: list[str] = field(default_factory=list)  # "oelm - frozen": besides those with the reference
     widen: int = 2  # how often the grid may grow at each side while a best learning rate is at its edge
+    until_decided: bool = (
+        False  # look at 5, 10, 15, ... seeds, up to `max_seeds`, each time at a quarter of 5 %
+    )
+    max_seeds: int = 20
     margin: float = 1.0  # a smaller difference does not matter: points, or per cent of the perplexity
     models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
     jobs: int = 0  # runs side by side; 0: as many as there is room for
@@ -47,7 +52,9 @@ class StudyConfig:
         for name in ("widen", "jobs", "memory_gb"):
             if getattr(self, name) < 0:
                 raise UserError(f"study.{name} must not be negative, got {getattr(self, name)}")
-        if self.seeds >= FIRST_CHOICE_SEED:
+        if self.until_decided and self.max_seeds < LOOKS[0]:
+            raise UserError(f"study.max_seeds must be at least {LOOKS[0]}, got {self.max_seeds}")
+        if max(self.seeds, self.max_seeds) >= FIRST_CHOICE_SEED:
             raise UserError(f"study.seeds must be below {FIRST_CHOICE_SEED}, where the seeds of trials start")
         if not self.lrs or not all(0 < lr < float("inf") for lr in self.lrs):
             raise UserError(f"study.lrs needs positive learning rates, got {self.lrs}")
@@ -143,6 +150,23 @@ class Study:
         return name
 
     @property
+    def plan(self) -> dict[str, Any]:
+        """What must be fixed before the first test result: the [study] table but for what is incidental."""
+        left_out = (*INCIDENTAL, "seeds") if self.table.until_decided else INCIDENTAL
+        table = {key: value for key, value in asdict(self.table).items() if key not in left_out}
+        return {key: value for key, value in table.items() if value is not None}
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of seeds after which the results are looked at: one, unless `until_decided`."""
+        if not self.table.until_decided:
+            return (self.table.seeds,)
+        return tuple(seeds for seeds in LOOKS if seeds <= self.table.max_seeds)
+
+    def with_seeds(self, seeds: int) -> "Study":
+        return replace(self, table=replace(self.table, seeds=seeds))
+
+    @property
     def contrasts(self) -> list[tuple[str, str]]:
         """The pairs of arms that are compared: every arm with the reference arm, then `study.contrasts`."""
         pairs = [(name, self.reference_arm) for name in self.arms if name != self.reference_arm]
@@ -201,7 +225,7 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     per_task = base.pop("per_task", {})
     given = base.pop("study", {})
     for key, value in given.items():
-        if isinstance(value, bool):  # or it would be taken for the number 1
+        if isinstance(value, bool) and key != "until_decided":  # or it would be taken for the number 1
             raise UserError(f"{where}: study.{key} must not be a boolean, got {str(value).lower()}")
     table = checked(StudyConfig, given, f"{where}: [study]")
     if unknown := sorted(set(per_task) - set(table.tasks)):

@@ -1,16 +1,18 @@
 """A study's folder: what it holds, which runs belong to it, and the import of other machines' records."""
 
 import contextlib
+import hashlib
+import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oelm.config import ArmConfig, MethodConfig, RunConfig, read_toml, to_toml
+from oelm.config import ArmConfig, MethodConfig, RunConfig, merge, read_toml, to_toml
 from oelm.errors import UserError
-from oelm.study.design import INCIDENTAL, Study, make_study
+from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.record_checks import type_problem
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
@@ -128,23 +130,22 @@ class StudyFolder:
             lock.close()
 
     def save(self, study: Study, settings: list[Setting]) -> None:
-        """Write study.toml, and note in study.json what was changed after runs had been tested."""
+        """Write study.toml and, as long as no run has been tested, the plan into study.json."""
         if (self.path / "study.toml").exists():
             self._check_data(study, settings)
-            before, now = asdict(self.read().table), asdict(study.table)
-            changed = [key for key in now if key not in INCIDENTAL and before[key] != now[key]]
-            records = find_records(self.path / "runs", []) if changed else ()
-            if tested := len([record for record in records if record.test is not None]):
-                new = [
-                    {"key": key, "from": before[key], "to": now[key], "measured_runs": tested}
-                    for key in changed
-                ]
-                self.write(changes=[*self.changes(), *new])
+        records = find_records(self.path / "runs", []) if (self.path / "runs").exists() else ()
+        if all(record.test is None for record in records):
+            self.write(plan=study.plan, plan_digest=digest(study.plan))
         files.write_text(self.path / "study.toml", to_toml(study.to_dict()))
 
-    def changes(self) -> list[dict[str, Any]]:
-        """The changes of the study that were made after runs had been tested, in that order."""
-        return list(self._read().get("changes", []))
+    def planned(self) -> Study | None:
+        """The study as it was planned before its first test result; None where no plan was recorded."""
+        values, study = self._read(), self.read()
+        if "plan" not in values:
+            return None
+        if values.get("plan_digest") != digest(values["plan"]):
+            raise UserError(f"the plan in {self.path / 'study.json'} was edited; a plan cannot be changed")
+        return make_study(merge(study.to_dict(), {"study": values["plan"]}), f"the plan of {self.path}")
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
@@ -185,13 +186,13 @@ class StudyFolder:
     def _read(self) -> dict[str, Any]:
         path = self.path / "study.json"
         values = files.read_json(path) if path.exists() else {}
-        if type_problem(values, {"list": ("changes", "made", "imported")}):
+        if type_problem(values, {"list": ("made", "imported")}):
             raise UserError(f"{path} is damaged; delete it, and start the study again to write a new one")
         return values
 
-    def write(self, **values: list[Any]) -> None:
+    def write(self, **values: Any) -> None:
         """Update study.json: `made` and `imported` (keys of the settings whose runs belong to the study),
-        `changes`."""
+        `plan` and its digest."""
         files.write_json(self.path / "study.json", self._read() | values)
 
     def records(self, damaged: list[Notice] | None = None) -> tuple[list[Record], int]:
@@ -274,6 +275,11 @@ def records_below(folder: Path) -> tuple[list[Record], int, list[Notice]]:
 def no_runs(folder: Path, damaged: list[Notice]) -> UserError:
     why = f": {damaged[0]}" if damaged else ""
     return UserError(f"{folder} holds no run that has ended{why}")
+
+
+def digest(plan: dict[str, Any]) -> str:
+    """Of a plan, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def check_folder(folder: Path) -> None:

@@ -239,7 +239,9 @@ class Analysis:
     copies: int = 0  # of runs that are in the folder twice
     unused: int = 0  # measured runs that the study, as it is now, does not ask for
     damaged: list[Notice] = field(default_factory=list)  # records that cannot be read
-    changes: list[dict[str, Any]] = field(default_factory=list)  # made after runs had been tested
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of the plan, after runs had been tested
+    changed: "Analysis | None" = None  # as the changed study would have it; the verdicts are the plan's
+    unplanned: bool = False  # a study without a recorded plan
     mixtures: dict[str, list[str]] = field(default_factory=dict)  # package, ... -> the values
 
     @property

@@ -58,8 +58,26 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
     for change in analysis.changes:
-        old, new, count = str(change["from"]), str(change["to"]), change["measured_runs"]
-        yield "changed", notice("study.changed", key=change["key"], old=old, new=new, count=count)
+        yield (
+            "changed",
+            notice("study.changed", key=change["key"], old=str(change["from"]), new=str(change["to"])),
+        )
+    yield from _other_verdicts(view)
+    if analysis.unplanned:
+        yield "changed", notice("study.unplanned")
+
+
+def _other_verdicts(view: View) -> Iterable[tuple[str, Notice]]:
+    """Verdicts that the changed plan would have given."""
+    after = view.analysis.changed.comparisons if view.analysis.changed else []
+    for c in after:
+        pair = (c.group.setting, c.method, c.reference)
+        before = [b for b in view.analysis.comparisons if (b.group.setting, b.method, b.reference) == pair]
+        old = before[0].verdict if before else "none"
+        if old != c.verdict:
+            names = {"method": c.method, "reference": c.reference, "task": c.group.task}
+            yield "changed", notice("study.other_verdict", **names, old=view.words.name("verdict", old),
+                                    new=view.words.name("verdict", c.verdict))  # fmt: skip
 
 
 def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
