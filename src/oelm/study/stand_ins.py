@@ -22,6 +22,7 @@ from transformers import BertConfig, BertModel, BertTokenizer, GPT2Tokenizer
 from oelm.config import RunConfig, TaskConfig
 from oelm.data import TASKS, Task
 from oelm.data.catalogue import HELD_OUT
+from oelm.system.files import write_json
 
 EVALUATED = 32  # rows of a split that is only evaluated
 LARGEST_BATCH = 32  # of the catalogue
@@ -113,8 +114,14 @@ class StandIns:
             texts = next(table[column] for column in table.column_names if column != "label").to_pylist()
             base: Any = BertTokenizer() if name == BERT else GPT2Tokenizer()
             made = base.train_new_from_iterator(texts[:2_000], VOCABULARY[name], show_progress=False)
-            made.add_tokens([f"<unused{i}>" for i in range(VOCABULARY[name] - len(made))])
-            made.save_pretrained(folder)
+            folder.mkdir(parents=True)
+            made.backend_tokenizer.model.save(str(folder))  # vocab.txt, or vocab.json and merges.txt
+            unused = {f"<unused{i}>": i for i in range(len(made), VOCABULARY[name])}
+            if name == BERT:
+                with (folder / "vocab.txt").open("a", encoding="utf-8") as file:
+                    file.writelines(f"{token}\n" for token in unused)
+            else:
+                write_json(folder / "vocab.json", made.get_vocab() | unused)
         return str(folder)
 
     def _bert(self) -> str:
