@@ -70,6 +70,7 @@ def test_one_of_each_kind_shrunken_and_the_table_of_its_record(tmp_path):
 def test_all_experiments_shrunken():
     record = check_experiments(list_experiments(), steps=2, shrink=True)
     assert len(record["experiments"]) == 22
+    assert record["command"] == "oelm experiments --check --steps 2 --shrink"
     for entry in record["experiments"]:
         assert_as_published(entry)
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oelm.errors import Interrupted, UserError
-from oelm.study.catalogue import Experiment, clock, experiment_config
+from oelm.errors import Interrupted, RunError, UserError
+from oelm.study.catalogue import Experiment, clock, experiment_config, list_experiments
 from oelm.system.files import read_object, write_json
 from oelm.system.messages import read_notice
 
@@ -65,7 +65,9 @@ def check_experiments(
     if state.num_processes > 1:
         raise UserError("--check runs in one process: start it without torchrun")
     steps = steps or STEPS.get(state.device.type, STEPS["cpu"])
-    words = ["oelm", "experiments", "--check", *(experiment.id for experiment in experiments)]
+    ids = [experiment.id for experiment in experiments]
+    every = ids == [experiment.id for experiment in list_experiments()]
+    words = ["oelm", "experiments", "--check", *([] if every else ids)]
     words += ["--steps", str(steps), *(["--data-dir", data_dir] if data_dir else []), *["--shrink"] * shrink]
     about = {"command": shlex.join(words), "environment": environment(state.device, 1), "steps": steps}
     record: dict[str, Any] = {"schema": SCHEMA, **about, "shrunk": shrink, "experiments": []}
@@ -78,8 +80,8 @@ def check_experiments(
                 record["experiments"].append(entry)
                 try:
                     _check(experiment, entry, stand_ins, state.device, steps)
-                except Interrupted:
-                    raise
+                except Interrupted as error:
+                    raise RunError(error.notice, "process") from None  # there is nothing to resume
                 except Exception as error:  # whatever it is, the other experiments can run
                     entry |= {"status": "failed", "problem": reason_of(error).to_dict()}
                 shutil.rmtree(f"{folder}/run", ignore_errors=True)
@@ -185,6 +187,7 @@ def line(entry: dict[str, Any]) -> str:
         parts += [f"{name} {clock(seconds)}"] if seconds else []
     parts += [_memory(entry)] if entry["peak_memory_bytes"] else []
     parts.append(_origin(entry))
+    parts += [] if entry["same_learning_rates"] else ["learning rates of a short run"]
     for key, values in entry["differences"].items():
         parts.append(f"{key} is {values['here']}, published {values['published']}")
     return f"{entry['id']:<18}ok: {'; '.join(parts)}"
