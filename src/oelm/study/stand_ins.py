@@ -20,8 +20,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import BertConfig, BertModel, BertTokenizer, GPT2Tokenizer
 
 from oelm.config import RunConfig, TaskConfig
-from oelm.data import TASKS, Task
-from oelm.data.catalogue import HELD_OUT
+from oelm.data import TASKS
+from oelm.data.catalogue import HELD_OUT, Task
 from oelm.system.files import write_json
 
 EVALUATED = 32  # rows of a split that is only evaluated
