@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from oelm.cli import options
+from oelm.errors import UserError
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -19,21 +21,58 @@ RECIPE = "Recipe, and where it comes from: a report, only the group's scripts, o
 
 
 def experiments(
-    id: Annotated[str | None, typer.Argument(metavar="ID", help="Show this one in full.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Show these in full.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the first steps of these, or of all, and time them.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Of --check: steps of each; default: 3, on a GPU 200.")
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Of --check: folder of NAME/SPLIT.parquet; else data is made up.")
+    ] = None,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Of --check: small models, short texts.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Of --check: write the record here.")] = None,
+    read: Annotated[Path | None, typer.Option(help="Print the table of a record of --check.")] = None,
+    gpu: options.Gpu = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """The published experiments, and what was reported for them. Example: oelm experiments GPT-02"""
+    """The published experiments, what was reported for them, and whether they run here.
+
+    Examples: oelm experiments GPT-02; oelm experiments --check GPT-02 XNLI-02 --record check.json
+    """
     from oelm.study.catalogue import get_experiment, list_experiments
 
-    if id is None:
-        catalogue = list_experiments()
-        if as_json:
-            say(_json([asdict(experiment) for experiment in catalogue]))
-        else:
-            _print_table(catalogue)
+    if not check and (steps or data_dir or shrink or record):
+        raise UserError("--steps, --data-dir, --shrink and --record belong to --check")
+    if read is not None:
+        from oelm.study.check import render_table
+        from oelm.system.files import read_object
+
+        say(render_table(read_object(read)))
         return
-    experiment = get_experiment(id)
-    say(_json(asdict(experiment)) if as_json else _render(experiment))
+    chosen = [get_experiment(id) for id in ids or ()] or list_experiments()
+    if check:
+        _check(chosen, {"steps": steps, "data_dir": data_dir, "shrink": shrink}, record, as_json)
+    elif as_json:
+        values = [asdict(experiment) for experiment in chosen]
+        say(_json(values[0] if ids and len(ids) == 1 else values))
+    elif ids:
+        say("\n\n".join(map(_render, chosen)))
+    else:
+        _print_table(chosen)
+
+
+def _check(chosen: "list[Experiment]", settings: dict[str, Any], record: Path | None, as_json: bool) -> None:
+    from oelm.study.check import check_experiments
+
+    if record is not None and not record.parent.is_dir():
+        raise UserError(f"{record}: there is no folder {record.parent}; create it first")
+    done = check_experiments(chosen, **settings, say=lambda text: say(text, err=as_json), file=record)
+    if as_json:
+        say(_json(done))
+    if any(entry["status"] != "ok" for entry in done["experiments"]):
+        raise typer.Exit(1)
 
 
 def _json(value: Any) -> str:
@@ -43,6 +82,8 @@ def _json(value: Any) -> str:
 def _print_table(catalogue: "list[Experiment]") -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from oelm.study.catalogue import clock
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in ("ID", "task", "model", "method", "lr", "length", "published", "time"):
@@ -58,7 +99,7 @@ def _print_table(catalogue: "list[Experiment]") -> None:
             _rate(training["lr"]),
             f"{training['epochs']} epochs" if "epochs" in training else f"{training['steps'] // 1000}k",
             _headline(experiment.published),
-            _clock(experiment.published.get("time_s")),
+            clock(experiment.published.get("time_s")),
         )
     console = Console()
     if not console.is_terminal:
@@ -84,13 +125,6 @@ def _headline(published: dict[str, Any]) -> str:
     if "best_accuracy" in published:
         return f"{100 * published['best_accuracy']:.2f} %"
     return f"PPL {published['perplexity']:.2f}"
-
-
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    hours, minutes = divmod(int(seconds) // 60, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m"
 
 
 def _render(experiment: "Experiment") -> str:
@@ -129,7 +163,9 @@ def _recipe(experiment: "Experiment") -> list[str]:
 
 
 def _figure(key: str, value: Any) -> str:
+    from oelm.study.catalogue import clock
+
     if isinstance(value, list):
         return ", ".join(map(str, value))
     text = f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{text} ({_clock(value)})" if key.endswith("time_s") else text
+    return f"{text} ({clock(value)})" if key.endswith("time_s") else text

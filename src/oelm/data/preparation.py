@@ -116,11 +116,11 @@ def _manifest(
 ) -> dict[str, Any]:
     warnings = list(dataset.warnings)
     for split, meta in splits.items():
-        for prefix, code in (("", "truncated"), ("target_", "targets_truncated")):
+        for prefix, code in (("", "data.truncated"), ("target_", "data.targets_truncated")):
             if cut := meta.get(f"{prefix}truncated"):
                 length = lengths[f"max_{prefix}length"]
                 share = cut / meta["items"]
-                warnings.append(notice(f"data.{code}", share=share, split=split, length=length))
+                warnings.append(notice(code, share=share, split=split, length=length))
     return {
         "task": dataset.name,
         "kind": dataset.kind,

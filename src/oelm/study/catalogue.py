@@ -48,3 +48,11 @@ def experiment_config(id: str) -> RunConfig:
     """The run that repeats an experiment, checked."""
     experiment = get_experiment(id)
     return make_config({"experiment": experiment.id, **experiment.config}, f"experiment {experiment.id}")
+
+
+def clock(seconds: float | None) -> str:
+    """4h32m, 22m or 45s."""
+    if seconds is None:
+        return ""
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m" if minutes else f"{seconds:.0f}s"
