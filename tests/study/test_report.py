@@ -21,7 +21,7 @@ from oelm.cli.main import app
 from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
-from oelm.study.folder import StudyFolder
+from oelm.study.folder import StudyFolder, digest
 from oelm.study.records import find_records, mean_of
 from oelm.study.report import as_plain, numbers, summary, write_report
 from oelm.study.report.answer import answer
@@ -359,6 +359,7 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
         file.write('{"kind": "eval", "step')
     (runs[-1] / "predictions.npz").write_bytes(b"PK nothing of the kind")
     study = StudyFolder(out).read()
+    StudyFolder(out).write(plan=study.plan, plan_digest=digest(study.plan))
     StudyFolder(out).save(replace(study, table=replace(study.table, margin=10.0)), [])
     after = analyse(out)
     assert [c.differences for c in after.comparisons] == [c.differences for c in before.comparisons]
@@ -366,6 +367,23 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
     assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
+
+
+def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts(tmp_path):
+    out = make_study(tmp_path / "s", methods=("baseline", "oelm", "frozen"))
+    folder, study = StudyFolder(out), StudyFolder(out).read()
+    folder.write(plan=study.plan, plan_digest=digest(study.plan))
+    planned = [(c.method, c.verdict, c.margin) for c in analyse(out).comparisons]
+    text = (out / "study.toml").read_text()
+    (out / "study.toml").write_text(text.replace("[study]", "[study]\nmargin = 5.0"))
+    after = analyse(out)
+    assert [(c.method, c.verdict, c.margin) for c in after.comparisons] == planned
+    texts = [listed.text for listed in notices(View(after, Words("en")))]
+    assert any("study.margin was changed from 1.0 to 5.0" in text for text in texts)
+    assert any('by the changed study, and is "undecided" as planned' in text for text in texts)
+    folder.write(plan=study.plan | {"margin": 5.0})
+    with pytest.raises(UserError, match=r"the plan in .* was edited"):
+        analyse(out)
 
 
 INCOMPLETE = {

@@ -214,6 +214,6 @@ def _result_line(run: DueRun) -> str:
     if not record.completed:
         advice = record.results.get("advice")
         return f"{run.name} FAILED: {record.reason}" + (f"; {read_notice(advice)}" if advice else "")
-    measured = record.results.get("test") or record.results["best"]
+    measured = record.results["best"]  # no test figures while a study runs: nobody should stop by them
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"
