@@ -177,18 +177,48 @@ def describe(study: "Study", out: Path) -> str:
     for setting, estimate in zip(settings, estimates, strict=True):
         total += estimate["time_s"] * (choosing + measured)
         lines.append(
-            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs, "
+            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs "
+            f"{'(more where learning rates nearly tie), ' if choosing else ', '}"
             f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])} each"
         )
     lines.append(
         f"in all    {len(settings) * (choosing + measured)} runs, {places} side by side: about "
         f"{duration(total / places)} (within a factor of two; without a wider grid)"
     )
+    lines += [line for setting in settings if (line := _how_much_is_enough(study, setting, out))]
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
     if there:
         lines.append(f"done      {len(there)} of these runs are already in {out}")
     return "\n".join(lines)
+
+
+def _how_much_is_enough(study: "Study", setting: Any, out: Path) -> str:
+    """What this number of seeds and test items can show; after the trials, by their noise."""
+    from oelm.study.decide import choice_noise
+    from oelm.study.folder import StudyFolder
+    from oelm.study.two_way import half_width_of_answers, seeds_for_noise
+
+    table, test = study.table, setting.store.splits.get("test")
+    trials: dict[str, dict[float, list[float]]] = {}
+    for record in StudyFolder(out).records()[0] if out.exists() else ():
+        if record.choosing and record.identity.setting == setting.key and record.validation is not None:
+            trials.setdefault(record.method, {}).setdefault(record.lr, []).append(record.validation)
+    whole = [{lr: v for lr, v in by_lr.items() if len(v) == table.choose_seeds} for by_lr in trials.values()]
+    noise, df = choice_noise(whole)
+    if setting.larger_is_better and df:
+        width, needed = seeds_for_noise(100 * noise, table.seeds, table.margin)
+        return (
+            f"enough    {setting.task}: by the noise of the trials, {table.seeds} seeds give about "
+            f"±{width:.2g} points, and ±{table.margin:g} takes {needed} seeds; test items add to it"
+        )
+    if setting.store.metric != "accuracy" or test is None:
+        return ""
+    best, worst = half_width_of_answers(0.1, table.seeds, len(test))
+    return (
+        f"enough    {setting.task}: {len(test):,} test items; where two runs disagree on 10 % of them, "
+        f"{table.seeds} seeds give ±{best:.2g} to ±{worst:.2g} points (the margin is {table.margin:g})"
+    )
 
 
 def import_records(study: "Study", out: Path, sources: list[Path]) -> None:

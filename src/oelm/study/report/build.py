@@ -37,6 +37,7 @@ def build(view: View, folder: str) -> Document:
     return Document(
         title=words("page.title", title=analysis.title),
         subtitle=words("page.subtitle", runs=len(analysis.records), **names),
+        badges=tables.badges(view),
         answer=answer(view),
         alert=words("page.alert", count=len(warned)) if warned else "",
         sections={key: blocks for key, blocks in sections.items() if blocks},

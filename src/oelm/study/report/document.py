@@ -99,6 +99,7 @@ Block = Paragraph | Bullets | Table | Code | Figures
 class Document:
     title: str
     subtitle: str
+    badges: list[TableCell]  # what is known of each comparison, in a word or two
     answer: list[str]
     alert: str  # one line below the answer: how many warnings there are; "" without any
     sections: dict[str, list[Block]]

@@ -8,6 +8,7 @@ from oelm.study.report.document import Table, TableCell, make_table
 from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Comparison, Group
 
+MOST_BADGES = 12
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
 Row = Sequence[str | TableCell]
 
@@ -78,6 +79,16 @@ def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
         ends = [min(max(end, 0.0), 1.0) for end in ends]  # a t interval is not limited to 0 and 1
     detail = view.words.range(*(view.value(group, end, digits) for end in ends)) if ends else ""
     return TableCell(view.value(group, interval.mean, digits), detail)
+
+
+def badges(view: View) -> list[TableCell]:
+    """What is known of each comparison: better, worse, equivalent, undecided or no verdict."""
+    found = []
+    for c in view.analysis.comparisons[:MOST_BADGES]:
+        name = view.words("table.minus", method=c.method, reference_arm=c.reference)
+        detail = view.title(c.group)
+        found.append(TableCell(f"{name}: {view.verdict(c)}", detail, tone=TONES[c.verdict]))
+    return found
 
 
 def certainty(view: View) -> Table | None:
