@@ -78,7 +78,7 @@ def test_a_trial_that_was_never_evaluated_voids_the_conclusion_and_is_named(kind
 
 def test_methods_whose_trials_are_whole_are_still_compared():
     study = make_design({
-        "study": {"methods": THREE, "lrs": GRID, "widen": 1, "seeds": 5},
+        "study": {"methods": THREE, "lrs": GRID, "widen": 1, "seeds": 5, "choose_seeds": 1},
         "task": {"name": "imdb"}, "model": {"name": MEDIUM},
     })  # fmt: skip
     best = {"baseline": {1: 3e-4}, "oelm-random": {1: 3e-4}}

@@ -44,7 +44,7 @@ def test_a_study_of_25000_items(tmp_path: Path) -> None:
     source = make_study(tmp_path / "s", items=25_000, title="t")
     publish(source, tmp_path / "p")
     found, expected = _plain(tmp_path / "p"), _plain(source)
-    assert found == expected and found["comparisons"][0]["items"]["items"] == 25_000
+    assert found == expected and found["comparisons"][0]["overall"]["items"] == 25_000
     runs = [*(tmp_path / "p").rglob("predictions.npz")]
     assert len(runs) == 10 and max(path.stat().st_size for path in runs) < 8_000
     assert max(_sizes(tmp_path / "p").values()) < 12_000
