@@ -186,7 +186,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
     assert list(made.arms) == ["baseline", "no warm-up", "wet"] and made.reference_arm == "baseline"
     assert make_study(made.to_dict()).to_dict() == made.to_dict()
     setting = Setting(made, made.task_config(None), open_store(make_store(tmp_path)), "fp32")
-    cells = [Cell(name, 1e-3, 1, False) for name in made.methods]
+    cells = [Cell(name, 1e-3, 1, False) for name in made.arms]
     configs = [setting.run_config(cell) for cell in cells]
     assert [c.training.warmup for c in configs] == [100, 0, 100]
     assert [c.model.dropout for c in configs] == [None, None, 0.1]
