@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from oelm.errors import UserError
+from oelm.models.gpt_sizes import size_name
 from oelm.system.files import read_file
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class ModelConfig(_Table):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"model.{name} must be at least 0 and below 1, got {value}")
+        if self.name is not None:
+            object.__setattr__(self, "name", size_name(self.name))
 
 
 @dataclass(frozen=True)

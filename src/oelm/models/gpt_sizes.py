@@ -1,5 +1,8 @@
 """The reference GPT's named sizes: plain numbers, for those who need no model."""
 
+import re
+from pathlib import Path
+
 # Named sizes: (layers, d_model, heads, positions).
 SIZES = {
     "gpt-tiny": (2, 128, 4, 512),
@@ -14,3 +17,26 @@ SIZES = {
     "gpt2-xl": (48, 1600, 25, 1024),
 }
 PRESETS = tuple(SIZES)
+
+# The reports' names: Tiny, Small, Medium-512, Large, and GPT-Large and GPT-XL for GPT-2's shapes.
+REPORTED = {
+    "tiny": "gpt-tiny",
+    "small": "gpt-small",
+    "medium": "gpt-medium-512",
+    "medium512": "gpt-medium-512",
+    "medium1024": "gpt-medium-1024",
+    "medium2048": "gpt-medium-2048",
+    "large": "gpt-large",
+    "gptlarge": "gpt2-large",
+    "gptxl": "gpt2-xl",
+    "xl": "gpt2-xl",
+}
+
+
+def size_name(name: str) -> str:
+    """Our name of a size in any spelling, such as Medium-512 or GPT_Medium_512; any other name as it is."""
+    if name in SIZES or Path(name).exists():
+        return name
+    letters = re.sub(r"[\s_-]+", "", name.lower())
+    ours = {re.sub("-", "", size): size for size in SIZES}
+    return REPORTED.get(letters, ours.get(letters, name))
