@@ -152,3 +152,18 @@ def test_identity_leaves_out_what_does_not_change_the_result():
     assert make_config({"training": {"seed": 1}}).identity() != other.identity()
     for section, names in INCIDENTAL.items():
         assert all(hasattr(getattr(other, section), name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("Tiny", "gpt-tiny"), ("Medium-512", "gpt-medium-512"), ("GPT Medium_512", "gpt-medium-512"),
+        ("Large", "gpt-large"), ("GPT-XL", "gpt2-xl"), ("GPT2-XL", "gpt2-xl"), ("gpt2", "gpt2"),
+        ("bert-base-uncased", "bert-base-uncased"), ("someone/Large", "someone/Large"),
+    ],
+)  # fmt: skip
+def test_the_reports_names_of_sizes_are_understood(name, size, tmp_path, monkeypatch):
+    assert make_config({"model": {"name": name}}).model.name == size
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Tiny").mkdir()
+    assert make_config({"model": {"name": "Tiny"}}).model.name == "Tiny"  # a folder of that name

@@ -62,6 +62,9 @@ def prepare(
         Path | None,
         typer.Option(help="Also copy the prepared dataset here.", callback=options.new_folder),
     ] = None,
+    bins: Annotated[
+        Path | None, typer.Option(help="Also write a corpus here as train.bin, val.bin and test.bin.")
+    ] = None,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -70,9 +73,12 @@ def prepare(
     Example: oelm data prepare imdb --tokenizer gpt2 --max-length 512
     """
     from oelm.data import Choice
+    from oelm.data.token_bins import write_bins
     from oelm.data.writer import copy_store
 
     store = Choice(name, **given, split_seed=split_seed).store(show_progress=not as_json)
+    if bins is not None:
+        write_bins(store, bins)
     if out is not None:
         store = copy_store(store, out)
     for warning in store.warnings:

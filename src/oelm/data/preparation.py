@@ -18,7 +18,8 @@ from oelm.data.files import Chunk
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
-from oelm.data.tokenizer import load_tokenizer, pad_id, train_tokenizer, trained_size
+from oelm.data.token_bins import holds_bins, prepare_bins
+from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
 from oelm.data.writer import cache_dir, cached_store
 from oelm.errors import UserError
 from oelm.system.files import folder_name
@@ -54,7 +55,7 @@ def prepare(
     size = trained_size(tokenizer)
     loaded = None if size else load_tokenizer(tokenizer)
     options: dict[str, Any] = {"version": VERSION, "data": dataset.fingerprint()}
-    options["tokenizer"] = tokenizer if loaded is None else _tokenizer_digest(loaded)
+    options["tokenizer"] = tokenizer if loaded is None else tokenizer_digest(loaded)
     kind = task_kind(dataset.kind)
     lengths = Lengths(max_length, max_target_length)
     options |= kind.lengths(lengths)
@@ -106,11 +107,6 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
             counted[part.role] += len(part.split)
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
-    text = tokenizer.backend_tokenizer.to_str() + str(sorted(tokenizer.special_tokens_map.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _manifest(
     dataset: Dataset, name: str, tokenizer: Any, lengths: dict[str, int], splits: dict[str, Any]
 ) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def _manifest(
             "name": name,
             "vocab_size": len(tokenizer),
             "pad_id": pad_id(tokenizer),
-            "digest": _tokenizer_digest(tokenizer),
+            "digest": tokenizer_digest(tokenizer),
         },
         "splits": splits,
         "dropped": dataset.dropped,
@@ -182,8 +178,11 @@ class Choice:
 
     def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:
         """The prepared store: opened, found in the cache, or made."""
-        if Path(self.data).is_dir() and self.data not in TASKS:
-            return open_store(self.data)
+        folder = Path(self.data)
+        if folder.is_dir() and self.data not in TASKS:
+            if holds_bins(folder):
+                return prepare_bins(folder, self.tokenizer, self.max_length, cache)
+            return open_store(folder)
         tokenizer = self.tokenizer or ("gpt2" if self.data in TASKS else "train:8192")
         lengths: dict[str, Any] = {"max_length": self.max_length, "max_target_length": self.max_target_length}
         return prepare(self.load(), tokenizer=tokenizer, **lengths, cache=cache, show_progress=show_progress)

@@ -4,6 +4,7 @@ The encoder treats everything it is given as text: "[SEP]" or "<|endoftext|>" in
 the special token. Special tokens come only from the tokenizer's own template.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable
 from itertools import chain
@@ -89,6 +90,12 @@ def _from_vocabulary(folder: Path) -> Any:
     raise UserError(
         f"{folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     )
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """What tells two tokenizers apart."""
+    text = tokenizer.backend_tokenizer.to_str() + str(sorted(tokenizer.special_tokens_map.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def pad_id(tokenizer: Any) -> int:
