@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
 from oelm.cli.experiments import _render
+from oelm.config import ModelConfig
 from oelm.data.catalogue import TASKS
 from oelm.errors import UserError
 from oelm.method import get_method
 from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.models.gpt_config import gpt_config
-from oelm.study.catalogue import experiment_config, get_experiment, list_experiments
+from oelm.study.catalogue import beside, differences, experiment_config, get_experiment, list_experiments
 
 ROOT = Path(__file__).parents[2]
 GPT, BERT = "gpt-medium-512", "bert-base-uncased"
@@ -475,3 +477,38 @@ def test_the_catalogue_does_not_wait_for_torch(arguments, tmp_path):
     )
     assert done.returncode == 0 and "GPT-01" in done.stdout
     assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+def made_results(config, **changes):
+    """What a run that repeats an experiment exactly would record."""
+    metrics = {"accuracy": 0.8, "loss": 0.5, "perplexity": 5.0}
+    values = {
+        "precision": config.training.precision, "samples": 75_000, "total_time_s": 100.0,
+        "final": {"epoch": 3.0, "split": "test", "metrics": metrics},
+        "best": {"split": config.training.choose_on, "metrics": metrics},
+        "parameters": {"total": 44_896_768, "trainable": 41_751_040, "frozen": 3_145_728},
+    }  # fmt: skip
+    return values | changes
+
+
+def test_a_run_says_whether_it_is_an_exact_repeat():
+    experiment, config = get_experiment("IMDB-oelm"), experiment_config("IMDB-oelm")
+    assert differences(experiment, config, made_results(config)) == []
+    other = replace(
+        config, training=replace(config.training, lr=3e-4, save_every=7), model=ModelConfig("Tiny")
+    )
+    found = differences(experiment, other, made_results(config, precision="bf16", samples=67_500))
+    assert {"training.lr", "model.name", "training.precision"} <= set(found)
+    assert "training items (22,500 of 25,000)" in found and "training.save_every" not in found
+
+
+def test_published_figures_stand_beside_those_of_the_same_split():
+    config = experiment_config("IMDB-oelm")
+    rows = {name: (a, b) for name, a, b in beside(get_experiment("IMDB-oelm"), made_results(config))}
+    assert rows["best_accuracy"] == (0.857, 0.8) and rows["time_s"] == (1321, 100)
+    fair = made_results(config, best={"split": "validation", "metrics": {"accuracy": 0.9}})
+    assert "best_accuracy" not in {name for name, _, _ in beside(get_experiment("IMDB-oelm"), fair)}
+    language = {
+        n: (a, b) for n, a, b in beside(get_experiment("GPT-02"), made_results(experiment_config("GPT-02")))
+    }
+    assert language["perplexity"] == (4.69, 5.0) and language["frozen parameters"][1] == 3_145_728

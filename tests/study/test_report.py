@@ -224,7 +224,7 @@ def test_everything_asked_for_is_on_the_page(page):
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "over items only", "from items", "within 1 of the best",
                   "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
-                  "baseline, published", "IMDB-oelm: one run, other recipe, lr 0.001, best on test",
+                  "baseline, published", "IMDB-oelm: one run, lr 0.001, on test; differs in",
                   "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("svg") == page.tags.count("desc") == 3  # forest, rates, curves
@@ -314,7 +314,7 @@ def test_perplexity_never_stands_without_bits_per_byte(tmp_path):
     assert page.by_tag["text"].count("bits per byte") == 2  # rates, curves
     for record in arm.records:  # raw values
         assert f"({record.results['test']['metrics']['bits_per_byte']:.3f})" in page.text
-    assert re.search(r"GPT-02: one run, other recipe", page.text) and "4.69" in page.text
+    assert "GPT-02: one run, lr 0.001, on validation; differs in" in page.text and "4.69" in page.text
     shown = summary(written.analysis)
     assert bits in shown and re.search(r"unigram model +40\.00 +1\.277", shown)
 

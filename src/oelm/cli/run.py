@@ -74,6 +74,8 @@ def train(
     results = run_training(asked, out, overwrite, limit)
     if results:  # of the first process only
         say(json.dumps(results) if as_json else summary(results))
+        if experiment is not None and not as_json:
+            say(beside_published(asked, results))
 
 
 def run_training(
@@ -109,6 +111,21 @@ def summary(results: dict[str, Any]) -> str:
             lines.append(f"  {name}: {splits[split][metric]:.4f}")
     lines += [f"  note: {read_notice(warning)}" for warning in results["warnings"]]
     return "\n".join(lines)
+
+
+def beside_published(config: "RunConfig", results: dict[str, Any]) -> str:
+    """The published figures of an experiment beside those of a run that repeats it."""
+    from oelm.study.catalogue import beside, differences, get_experiment
+
+    experiment = get_experiment(str(config.experiment))
+    differing = differences(experiment, config, results)
+    how = f"differs from the published recipe in: {', '.join(differing)}" if differing else "an exact repeat"
+
+    def cell(value: float) -> str:
+        return f"{value:>14,.0f}" if value >= 1000 else f"{value:>14.4g}"
+
+    rows = [f"  {name:<20} {cell(a)} {cell(b)}" for name, a, b in beside(experiment, results)]
+    return "\n".join([f"{experiment.id}: {how}", f"  {'':<20} {'published':>14} {'here':>14}", *rows])
 
 
 @app.command()

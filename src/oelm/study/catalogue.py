@@ -1,6 +1,7 @@
 """The published experiments: the TOML files of `oelm/experiments` with the figures that were reported."""
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -56,3 +57,59 @@ def clock(seconds: float | None) -> str:
         return ""
     hours, minutes = divmod(int(seconds) // 60, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m" if minutes else f"{seconds:.0f}s"
+
+
+def differences(experiment: Experiment, config: RunConfig, results: Mapping[str, Any]) -> list[str]:
+    """In what a run differs from the published recipe; nothing: it is an exact repeat."""
+    theirs, ours = (flat(c.identity(files=False)) for c in (experiment_config(experiment.id), config))
+    keys = dict.fromkeys([*theirs, *ours])
+    found = [key for key in keys if key != "experiment" and theirs.get(key) != ours.get(key)]
+    precision = results.get("precision")
+    if precision not in (None, theirs["training.precision"]) and "training.precision" not in found:
+        found.append("training.precision")
+    items, epoch = experiment.published.get("train_items"), (results.get("final") or {}).get("epoch")
+    if items and epoch and abs(results["samples"] / epoch / items - 1) > 0.002:
+        found.append(f"training items ({results['samples'] / epoch:,.0f} of {items:,})")
+    return found
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, `training.lr` -> value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+# A published figure -> where a run's results have the same one: (part, metric), or a key of the results.
+FIGURES: dict[str, tuple[str, ...]] = {
+    "perplexity": ("best", "metrics", "perplexity"),
+    "best_accuracy": ("best", "metrics", "accuracy"),
+    "final_accuracy": ("final", "metrics", "accuracy"),
+    "loss": ("best", "metrics", "loss"),
+    "time_s": ("total_time_s",),
+    "parameters": ("parameters", "total"),
+    "trained parameters": ("parameters", "trainable"),
+    "frozen parameters": ("parameters", "frozen"),
+}
+
+
+def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """The published figures that a run has too: name, published, here.
+
+    A score is compared on the split it was published for, and left out where the run chose on another one.
+    """
+    counts = experiment.published.get("parameters", {})
+    names = {"total": "parameters", "trainable": "trained parameters", "frozen": "frozen parameters"}
+    published = {k: v for k, v in experiment.published.items() if k != "parameters"}
+    published |= {names[key]: value for key, value in counts.items()}
+    best = results.get("best") or {}
+    same_split = best.get("split") == published.get("split")
+    rows = []
+    for name, path in FIGURES.items():
+        value: Any = results
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if name in published and value is not None and (same_split or path[0] not in ("best", "final")):
+            rows.append((name, float(published[name]), float(value)))
+    return rows

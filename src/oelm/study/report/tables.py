@@ -33,12 +33,11 @@ def results(view: View, group: Group, published: bool = True) -> Table:
         bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
         beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
     for experiment, score in view.published(group) if published else ():
-        note = words(
-            "table.published_note",
-            id=experiment.id,
-            lr=numbers.learning_rate(experiment.config["training"]["lr"]),
-            split=words.name("split", str(experiment.published.get("split"))),
-        )
+        lr = numbers.learning_rate(experiment.config["training"]["lr"])
+        split = words.name("split", str(experiment.published.get("split")))
+        differing = view.differs(experiment, group)
+        key = "table.published_note" if differing else "table.published_exact"
+        note = words(key, id=experiment.id, lr=lr, split=split, keys=words.items(differing))
         label = words("table.published", method=experiment.config["method"]["name"])
         value = view.value(group, score, 2 if group.kind == "share" else 1)
         beside.append((label, note, value, numbers.NOTHING))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm.errors import UserError
-from oelm.study.catalogue import Experiment, list_experiments
+from oelm.study.catalogue import Experiment, differences, list_experiments
 from oelm.study.records import Record, mean_of
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, Comparison, Group
@@ -19,6 +19,9 @@ def table() -> dict[str, dict[str, str]]:
     """Key -> language -> text: the report's own words, and those of notices."""
     text = (files("oelm.study.report") / "words.toml").read_text(encoding="utf-8")
     return sentences() | read_sentences(text)
+
+
+MOST_KEYS = 4  # in which a published recipe differs
 
 
 class Words:
@@ -125,6 +128,14 @@ class View:
         pair, comparisons = (method, group.reference_arm), self.analysis.comparisons
         same = [c for c in comparisons if (c.method, c.reference) == pair and c.group is group]
         return same[0] if same else None
+
+    def differs(self, experiment: Experiment, group: Group) -> list[str]:
+        """The keys in which the setting's runs differ from a published recipe, apart from method and seed."""
+        left_out = ("method", "training.seed", "training.test", "training.lr")
+        record = next((r for arm in group.arms.values() for r in arm.records), None)
+        found = differences(experiment, record.config, record.results) if record else []
+        names = [key.rpartition(".")[2] for key in found if not key.startswith(left_out)]
+        return [*names[:MOST_KEYS], *(["..."] if len(names) > MOST_KEYS else [])]
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
         """The published experiments on this task with this model, and their figure on its metric."""
