@@ -144,8 +144,26 @@ def _render(experiment: "Experiment") -> str:
         lines += ["", f"Validation {key.removesuffix('history').strip('_') or 'loss'} by step", *rows]
     for heading, texts in (("Habits", experiment.habits), ("Notes", notes)):
         lines += ["", heading, *(ITEM.fill(text) for text in texts)]
+    if here := _records(experiment):
+        lines += ["", "Runs of it here", *here]
     lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
     return "\n".join(lines)
+
+
+def _records(experiment: "Experiment") -> list[str]:
+    """A line for every finished run below runs/ and results/ that repeats the experiment."""
+    from oelm.study.catalogue import clock, differences
+    from oelm.study.records import find_records
+
+    lines = []
+    for root in (Path("runs"), Path("results")):
+        for record in find_records(root, []) if root.is_dir() else ():
+            best = record.results.get("best") or {}
+            if record.config.experiment == experiment.id and record.metric in best.get("metrics", {}):
+                exact = "" if differences(experiment, record.config, record.results) else ", an exact repeat"
+                score = f"{best['split']} {record.metric} {best['metrics'][record.metric]:.4g}"
+                lines.append(f"  {record.folder}: {score}, {clock(record.results['total_time_s'])}{exact}")
+    return lines
 
 
 def _recipe(experiment: "Experiment") -> list[str]:
