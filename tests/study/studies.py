@@ -1,5 +1,6 @@
 """Small real studies of the command line, and what two equal ones must share."""
 
+import contextlib
 import json
 import os
 import random
@@ -85,10 +86,18 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
 
 def wait_for_progress(process: "subprocess.Popen[str]", out: Path, extra: float) -> bool:
     """Until this process has made steps of its own; False where it ended before."""
-    size = lambda: sum(p.stat().st_size for p in out.rglob("metrics.jsonl")) if out.exists() else 0  # noqa: E731
+
+    def size() -> int:
+        """Bytes of all logs; a run's folder may vanish while it is looked at."""
+        with contextlib.suppress(FileNotFoundError):
+            return sum(p.stat().st_size for p in out.rglob("metrics.jsonl"))
+        return -1
+
     before, began = size(), time.time()
     while process.poll() is None:
-        fresh = any(p.stat().st_mtime > began for p in out.rglob("metrics.jsonl")) if out.exists() else False
+        fresh = False
+        with contextlib.suppress(FileNotFoundError):
+            fresh = any(p.stat().st_mtime > began for p in out.rglob("metrics.jsonl"))
         if fresh and size() != before:
             time.sleep(extra)
             return process.poll() is None

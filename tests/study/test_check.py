@@ -75,16 +75,6 @@ def test_all_experiments_shrunken():
         assert_as_published(entry)
 
 
-@pytest.mark.slow
-def test_the_published_number_of_parameters_in_full_size():
-    record = check_experiments(map(get_experiment, KINDS), steps=1)
-    for entry in record["experiments"]:
-        assert entry["problem"] is None
-        assert entry["parameters"] == get_experiment(entry["id"]).published["parameters"]
-        assert entry["parameters_off"] == {}
-        assert entry["time_s"] == entry["seconds_per_step"] * entry["steps_published"]
-
-
 def test_a_recipe_that_the_run_does_not_follow_is_named():
     experiment = get_experiment("SST2-01")
     training = experiment.config["training"] | {"lr": 0.5, "betas": [0.5, 0.999]}

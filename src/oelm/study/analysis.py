@@ -29,9 +29,9 @@ from oelm.study.two_way import Overall, by_items, overall
 def analyse(folder: Path) -> Analysis:
     """Analyse a study's folder, or any folder with runs below it."""
     study: Study | None = None
-    planned: Study | None = None
+    plan: dict[str, Any] | None = None
     if (folder / "study.toml").is_file():
-        study, planned = StudyFolder(folder).read(), StudyFolder(folder).planned()
+        study, plan = StudyFolder(folder).read(), StudyFolder(folder).plan()
     else:
         check_folder(folder)
         # Without its study.toml a report could not tell how a study's learning rates were chosen.
@@ -43,12 +43,12 @@ def analyse(folder: Path) -> Analysis:
     records, left_out, damaged = records_below(folder)
     if not any(record.completed or record.results["status"] == "failed" for record in records):
         raise no_runs(folder, damaged)
-    analysis = analyse_records(records, planned or study, left_out, folder.resolve().name)
-    if study and planned and study.plan != planned.plan:  # the verdicts are those of the plan
+    planned = StudyFolder(folder).planned() if study else None
+    analysis = analyse_records(records, planned, left_out, folder.resolve().name)
+    if study and plan is not None and study.plan != plan:  # the verdicts are those of the plan
         changed = analyse_records(records, study, left_out)
-        analysis = replace(analysis, changed=changed, changes=_changes(planned.plan, study.plan))
-    unplanned = study is not None and planned is None
-    return replace(analysis, damaged=damaged, unplanned=unplanned)
+        analysis = replace(analysis, changed=changed, changes=_changes(plan, study.plan))
+    return replace(analysis, damaged=damaged, unplanned=study is not None and plan is None)
 
 
 def settled(analysis: Analysis) -> bool:

@@ -138,14 +138,19 @@ class StudyFolder:
             self.write(plan=study.plan, plan_digest=digest(study.plan))
         files.write_text(self.path / "study.toml", to_toml(study.to_dict()))
 
-    def planned(self) -> Study | None:
-        """The study as it was planned before its first test result; None where no plan was recorded."""
-        values, study = self._read(), self.read()
-        if "plan" not in values:
-            return None
-        if values.get("plan_digest") != digest(values["plan"]):
+    def plan(self) -> dict[str, Any] | None:
+        """What was planned before the first test result; None where no plan was recorded."""
+        values = self._read()
+        if "plan" in values and values.get("plan_digest") != digest(values["plan"]):
             raise UserError(f"the plan in {self.path / 'study.json'} was edited; a plan cannot be changed")
-        return make_study(merge(study.to_dict(), {"study": values["plan"]}), f"the plan of {self.path}")
+        return values.get("plan")
+
+    def planned(self) -> Study:
+        """The study as it was planned, with the methods and tasks that were added later."""
+        study, plan = self.read(), dict(self.plan() or {})
+        for key in ("methods", "tasks") if plan else ():
+            plan[key] = [*plan[key], *(entry for entry in study.plan[key] if entry not in plan[key])]
+        return make_study(merge(study.to_dict(), {"study": plan}), f"the plan of {self.path}")
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""
