@@ -9,11 +9,10 @@ import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
-
-EVERY = 50  # milliseconds
 
 
 class GpuClock:
@@ -23,18 +22,17 @@ class GpuClock:
         self.device = device
         self.samples: list[tuple[float, float, float]] = []  # when, MHz, W
         self.process: subprocess.Popen[str] | None = None
-        self.thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> "GpuClock":
         program = shutil.which("nvidia-smi")
         if self.device.type == "cuda" and program is not None:
-            query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={EVERY}"]
-            which = f"--id={_name(self.device)}"
-            with suppress(OSError):
-                self.process = subprocess.Popen(
-                    [program, which, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-                self.thread.start()
+            query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms=50"]
+            command = [program, f"--id={_name(self.device)}", *query]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            self.thread = threading.Thread(target=self._read, args=[self.process.stdout], daemon=True)
+            self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,9 +41,8 @@ class GpuClock:
             self.thread.join()
             self.process.communicate()
 
-    def _read(self) -> None:
-        assert self.process is not None and self.process.stdout is not None
-        for line in self.process.stdout:
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
             with suppress(ValueError):  # "[N/A]"
                 clock, power = map(float, line.split(","))
                 self.samples.append((time.perf_counter(), clock, power))

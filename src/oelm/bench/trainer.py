@@ -7,12 +7,10 @@ from the first step to the last. Model and optimizer go on; what a call sets up 
 import contextlib
 import io
 import tempfile
-from dataclasses import fields
 from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -22,25 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from oelm.bench.load import Load
-from oelm.bench.measure import Arm, Held, Window, gradient_bytes, now
-from oelm.data import Store
+from oelm.bench.load import Case, Load, padding_tokenizer
+from oelm.bench.measure import Arm, Window, held_bytes, now
 from oelm.models.gpt_config import OelmGPTConfig
-
-
-class Texts(Dataset[dict[str, Any]]):
-    def __init__(self, store: Store) -> None:
-        split = store["train"]
-        self.rows = [
-            split.tokens[split.offsets[i] : split.offsets[i + 1]].tolist() for i in range(len(split))
-        ]
-        self.labels = split.labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[i], "labels": self.labels[i]}
 
 
 def gpt2_config(config: OelmGPTConfig, **more: Any) -> GPT2Config:
@@ -64,31 +46,29 @@ class HuggingFaceTrainer(Arm):
 
     cudnn_attention = False
 
-    def __init__(
-        self, store: Store, config: OelmGPTConfig, batch_size: int, device: torch.device, compiled: bool
-    ) -> None:
-        gpu = device.type == "cuda"
-        self.device, self.load = device, Load.of(store["train"].lengths)
-        self.operations = self.load.operations(config, "classification", causal=True)
-        self.model: nn.Module = gpt2_classifier(config, store.pad_id)
+    def __init__(self, case: Case, compiled: bool) -> None:
+        split, pad_id, gpu = case.store["train"], case.store.pad_id, case.device.type == "cuda"
+        self.device, self.load = case.device, Load.of(split.lengths)
+        self.operations = self.load.operations(case.config, "classification", causal=True)
+        self.model: nn.Module = gpt2_classifier(case.config, pad_id)
         self.folder = tempfile.TemporaryDirectory()
         # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
-            output_dir=self.folder.name, per_device_train_batch_size=batch_size, num_train_epochs=1,
+            output_dir=self.folder.name, per_device_train_batch_size=case.batch_size, num_train_epochs=1,
             learning_rate=1e-4, weight_decay=0.01, max_grad_norm=1.0, lr_scheduler_type="constant",
             optim="adamw_torch_fused", bf16=gpu, use_cpu=not gpu,
             torch_compile=compiled, dataloader_pin_memory=gpu, logging_strategy="no", save_strategy="no",
-            report_to=[], disable_tqdm=True, logging_nan_inf_filter=False, **precision, **grouped_by_length(),
+            report_to=[], disable_tqdm=True, logging_nan_inf_filter=False,
+            train_sampling_strategy="group_by_length", **precision,
         )  # fmt: skip
-        tokenizer = store.tokenizer()
-        if tokenizer.pad_token is None:  # GPT-2's has none; the usual stand-in is the one the store names
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(store.pad_id)
+        texts = [row.tolist() for row in np.split(split.tokens, split.offsets[1:-1])]
+        rows = zip(texts, split.labels.tolist(), strict=True)
         self.trainer = Trainer(
             model=self.model,
             args=arguments,
-            train_dataset=Texts(store),
-            data_collator=DataCollatorWithPadding(tokenizer),
+            train_dataset=[{"input_ids": ids, "labels": label} for ids, label in rows],
+            data_collator=DataCollatorWithPadding(padding_tokenizer(pad_id)),
             callbacks=[_Clock(self)],
         )
         self.timed: Window | None = None
@@ -114,7 +94,7 @@ class _Clock(TrainerCallback):
     """Times each epoch from its first step to its last, and counts once what is held."""
 
     def __init__(self, arm: HuggingFaceTrainer) -> None:
-        self.arm, self.began, self.steps, self.gradients = arm, 0.0, 0, 0
+        self.arm, self.began, self.steps = arm, 0.0, 0
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.steps = 0
@@ -124,22 +104,10 @@ class _Clock(TrainerCallback):
             self.began = now(self.arm.device)
         self.steps += 1
 
-    def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        if self.arm.held is None:
-            self.gradients = gradient_bytes(optimizer)
-
     def on_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         if self.arm.held is None:
-            self.arm.held = Held.count(self.gradients, optimizer.state.items())
+            self.arm.held = held_bytes(optimizer)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         seconds, load = now(self.arm.device) - self.began, self.arm.load
         self.arm.timed = Window(seconds, self.steps, load.texts, load.tokens, self.arm.operations)
-
-
-def grouped_by_length() -> dict[str, Any]:
-    """The setting that puts texts of similar length together, as this version of transformers calls it."""
-    names = {field.name for field in fields(TrainingArguments)}
-    if "train_sampling_strategy" in names:
-        return {"train_sampling_strategy": "group_by_length"}
-    return {"group_by_length": True}
