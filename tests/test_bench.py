@@ -17,14 +17,21 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from oelm.bench import cases, gpu_clock
-from oelm.bench.arms import CompactGPT, OriginalClassifier, Ours, language_model
+from oelm.bench import cases
+from oelm.bench.arms import (
+    CompactGPT,
+    HuggingFaceTrainer,
+    OriginalClassifier,
+    Ours,
+    gpt2_classifier,
+    gpt2_config,
+)
 from oelm.bench.load import Case, Load, made_lengths, made_stream, made_texts, sample_texts
-from oelm.bench.measure import Arm, StepArm, Window, measure, omitted_product
+from oelm.bench.measure import Arm, GpuClock, StepArm, Window, measure, omitted_product
 from oelm.bench.run import ratio
-from oelm.bench.trainer import HuggingFaceTrainer, gpt2_classifier
 from oelm.cli.main import app
 from oelm.data import Store, open_store
 from oelm.errors import UserError
@@ -260,7 +267,7 @@ def test_peers_have_our_parameters_but_for_the_biases_of_their_attention() -> No
     assert parameters(OriginalClassifier(config)) == classifier
     assert parameters(gpt2_classifier(config, 0)) == classifier + biases - 3
     language = parameters(OelmGPTForCausalLM(config))
-    assert parameters(language_model(config, "hf")) == language + biases
+    assert parameters(GPT2LMHeadModel(gpt2_config(config))) == language + biases
     assert parameters(CompactGPT(config)) == language + (320 - 300) * config.d_model
 
 
@@ -313,19 +320,16 @@ class Noted(list[Any]):
 def test_a_window_of_the_trainer_is_every_text_once_in_batches_of_similar_length() -> None:
     store = made_texts("t", made_lengths("reviews", 64, 64), 300, 64)
     arm = HuggingFaceTrainer(case_of(store, 4, 64), compiled=False)
-    try:
-        arm.settle()
-        texts = arm.trainer.train_dataset = Noted(arm.trainer.train_dataset)
-        window = arm.window()
-        assert (window.steps, window.texts) == (16, 64)
-        assert window.tokens == int(store["train"].lengths.sum())
-        seen = texts.calls[-64:]
-        assert sorted(seen) == list(range(64))
-        lengths = store["train"].lengths[seen].reshape(16, 4)
-        shuffled = np.random.default_rng(0).permutation(lengths.ravel()).reshape(16, 4)
-        assert np.ptp(lengths, axis=1).mean() < 0.7 * np.ptp(shuffled, axis=1).mean()
-    finally:
-        arm.close()
+    arm.settle()
+    texts = arm.trainer.train_dataset = Noted(arm.trainer.train_dataset)
+    window = arm.window()
+    assert (window.steps, window.texts) == (16, 64)
+    assert window.tokens == int(store["train"].lengths.sum())
+    seen = texts.calls[-64:]
+    assert sorted(seen) == list(range(64))
+    lengths = store["train"].lengths[seen].reshape(16, 4)
+    shuffled = np.random.default_rng(0).permutation(lengths.ravel()).reshape(16, 4)
+    assert np.ptp(lengths, axis=1).mean() < 0.7 * np.ptp(shuffled, axis=1).mean()
 
 
 def test_our_arm_takes_training_steps() -> None:
@@ -357,9 +361,6 @@ class Scripted(Arm):
         if next(self.count) == self.fails_at:
             raise RuntimeError("no memory\nleft")
         return Window(next(self.seconds), 1, 1, 1, 1.0)
-
-    def close(self) -> None:
-        self.log.append(f"{self.name} closes")
 
 
 def test_only_ours_keeps_off_cudnns_attention() -> None:
@@ -401,8 +402,7 @@ def test_arms_take_turns_in_alternating_order_after_their_warm_up() -> None:
     run_scripted(3, log)
     warm = [f"{name} {word}".strip() for name in ("a", "b", "late") for word in ("settles", "")]
     assert log[:6] == warm
-    assert log[6:12] == ["a", "b", "late", "late", "late closes", "b"]
-    assert log[12:] == ["a", "a", "b", "a closes", "b closes"]
+    assert log[6:] == ["a", "b", "late", "late", "b", "a", "a", "b"]
 
 
 def test_a_failing_arm_says_why_and_the_others_go_on() -> None:
@@ -468,15 +468,15 @@ def test_a_gpus_clock_and_power_are_read_from_nvidia_smi(
     program.write_text(f"#!/bin/sh\ntest $1 = --id=GPU-7 && printf '{lines}' && exec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(gpu_clock, "_name", lambda device: "GPU-7")
+    monkeypatch.setattr("oelm.bench.measure.gpu_name", lambda device: "GPU-7")
     began = time.perf_counter()
-    with gpu_clock.GpuClock(torch.device("cuda")) as seen:
+    with GpuClock(torch.device("cuda")) as seen:
         while len(seen.samples) < 3 and time.perf_counter() < began + 20:
             time.sleep(0.01)
         assert seen.since(began) == (1710.0, 690.5)
         assert seen.since(time.perf_counter()) == (None, None)
     assert seen.process is not None and seen.process.returncode is not None
-    with gpu_clock.GpuClock(CPU) as unseen:
+    with GpuClock(CPU) as unseen:
         assert unseen.process is None and unseen.since(0.0) == (None, None)
 
 

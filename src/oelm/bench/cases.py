@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from oelm.bench.arms import Ours, language_loop, original
+from oelm.bench.arms import HuggingFaceTrainer, Ours, language_loop, original
 from oelm.bench.load import (
     MADE_LENGTHS,
     Case,
@@ -17,7 +17,6 @@ from oelm.bench.load import (
     sample_texts,
 )
 from oelm.bench.measure import Arm
-from oelm.bench.trainer import HuggingFaceTrainer
 from oelm.data import Store, open_store
 from oelm.errors import UserError
 

@@ -34,11 +34,6 @@ class Case:
     length: int
     device: torch.device
 
-    @property
-    def tokens_per_step(self) -> int | None:
-        """Where it is fixed."""
-        return None if self.work == "classification" else self.batch_size * self.length
-
     @cached_property
     def config(self) -> OelmGPTConfig:
         """The size of every arm: what `oelm train` would build for this store."""

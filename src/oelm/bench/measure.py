@@ -8,9 +8,14 @@ arm takes some steps before each window that do not count, and nothing else happ
 """
 
 import gc
+import shutil
+import statistics
+import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oelm.bench.gpu_clock import GpuClock
-from oelm.bench.load import Load
+from oelm.bench.load import Case, Load
+from oelm.data.batches import Plan
 from oelm.system.library_errors import first_line
 
 QUIET = 10.0  # seconds between words about how far the rounds are
@@ -68,9 +73,6 @@ class Arm(ABC):
     @abstractmethod
     def window(self) -> Window: ...
 
-    def close(self) -> None:  # noqa: B027  most arms have nothing to do
-        """Give back what the garbage collector cannot."""
-
 
 class StepArm(Arm):
     """An arm that is a function of the step, called `steps` times for a window."""
@@ -100,6 +102,12 @@ class TrainingArm(StepArm):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    def __init__(self, case: Case, plan: Plan) -> None:
+        # The same batches in every window: their shapes are all met at once.
+        self.batches, load, kind = plan.epoch(0), Load.of(plan.lengths), case.store.kind
+        operations = load.operations(case.config, kind, causal=kind == "lm")
+        super().__init__(case.device, len(self.batches), load, operations)
 
     def settle(self) -> None:
         def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -140,6 +148,56 @@ def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int
         grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, d_model))
         factors.append((grad.t(), x))
     return Product("the gradients of Q's and K's weights", factors, steps)
+
+
+class GpuClock:
+    """A GPU's clock and power, from `with` to its end; elsewhere, and without nvidia-smi, it sees nothing.
+
+    A large GPU under load runs into its power limit and lowers its clock; two arms that differ in power then
+    differ in clock as well. Without these two numbers nobody can tell that from a difference in work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: list[tuple[float, float, float]] = []  # when, MHz, W
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "GpuClock":
+        program = shutil.which("nvidia-smi")
+        if self.device.type == "cuda" and program is not None:
+            query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms=50"]
+            command = [program, f"--id={gpu_name(self.device)}", *query]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            self.thread = threading.Thread(target=self._read, args=[self.process.stdout], daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.thread.join()
+            self.process.communicate()
+
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            with suppress(ValueError):  # "[N/A]"
+                clock, power = map(float, line.split(","))
+                self.samples.append((time.perf_counter(), clock, power))
+
+    def since(self, start: float) -> tuple[float | None, float | None]:
+        """The median clock (MHz) and power (W) since then."""
+        seen = [sample[1:] for sample in list(self.samples) if sample[0] > start]
+        if not seen:
+            return None, None
+        clocks, powers = zip(*seen, strict=True)
+        return statistics.median(clocks), statistics.median(powers)
+
+
+def gpu_name(device: torch.device) -> str:
+    """nvidia-smi counts all GPUs, PyTorch those it may see; this names one for both."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 @dataclass
@@ -187,8 +245,6 @@ def measure(
             _take_turns(arms, found, rounds, time_left, watch, say)
     finally:
         gc.enable()
-    for arm in arms.values():
-        arm.close()
     arms.clear()
     _release(device)
     return found
@@ -213,7 +269,7 @@ def _take_turns(
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             window = _attempt(found[name], arms[name].window)
             if window is None:
-                arms.pop(name).close()
+                del arms[name]
                 _release(watch.device)
             else:
                 clock, power = watch.since(time.perf_counter() - window.seconds)
@@ -224,17 +280,13 @@ def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.dev
     gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if gpu else 0
     arm = make()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
-        arm.settle()
-        if gpu:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(arm.untimed):
-            arm.window()
-    except BaseException:
-        arm.close()
-        raise
+    torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
+    arm.settle()
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(arm.untimed):
+        arm.window()
     measured.about, measured.held = arm.about, arm.held
     if gpu:
         measured.peak_memory = torch.cuda.max_memory_allocated(device) - before

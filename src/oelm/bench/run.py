@@ -86,7 +86,6 @@ def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -
         "kind": case.store.kind,
         "batch_size": case.batch_size,
         "length": case.length,
-        "tokens_per_step": case.tokens_per_step,
         "data": case.store.fingerprint,
         "matmul": {"about": found[PEAK].about, "operations_per_s": peak},
         "arms": [_arm_record(found[name], peak) for name in arms],

@@ -6,7 +6,6 @@ are not averaged for a verdict but counted: a sign test says whether most are at
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from oelm.claims.cases import arms_of
@@ -24,21 +23,10 @@ from oelm.claims.data import (
 )
 from oelm.study import statistics
 from oelm.study.decide import LEVEL
-from oelm.study.matrix import Cell, Scores, best_lr
 from oelm.study.result_types import Group
 from oelm.system.messages import notice
 
 SIGN_TEST_FROM = 6  # ratios: with fewer a two-sided sign test cannot reach 5 %
-
-
-@dataclass(frozen=True)
-class RatioVerdict:
-    """A verdict on some ratios; the number is their geometric mean."""
-
-    verdict: str
-    number: float | None
-    interval: Interval | None
-    sentences: list[Sentence]
 
 
 def lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
@@ -70,33 +58,31 @@ def lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
 
 
 def _by_seed(claim: Claim, group: Group, grid: Sequence[float]) -> list[float]:
-    scores = {r.cell: r.validation for arm in arms_of(claim, group) for r in arm.trials}
-    methods = (claim.method, claim.reference_arm)
-    ratios = []
-    for seed in sorted({cell.seed for cell in scores}):
-        if all(Cell(method, lr, seed, True) in scores for method in methods for lr in grid):
-            high, low = (_unique_best(m, grid, seed, scores, group.larger_is_better) for m in methods)
-            if high is not None and low is not None:
-                ratios.append(high / low)
+    """The ratio of each seed whose trials are complete and leave one best learning rate to each method."""
+    arms, ratios = arms_of(claim, group), []
+    for seed in sorted({trial.seed for arm in arms for trial in arm.trials}):
+        best = []
+        for arm in arms:
+            scores = {trial.lr: trial.validation for trial in arm.trials if trial.seed == seed}
+            usable = [score for lr in grid if (score := scores.get(lr)) is not None]  # None: it failed
+            if usable and set(grid) <= scores.keys():
+                top = max(usable) if group.larger_is_better else min(usable)
+                tied = [lr for lr in grid if scores[lr] == top]
+                best += tied if len(tied) == 1 else []
+        if len(best) == 2:
+            ratios.append(best[0] / best[1])
     return ratios
 
 
-def _unique_best(method: str, grid: Sequence[float], seed: int, scores: Scores, larger: bool) -> float | None:
-    """The best learning rate of a seed; None if all trials failed, or if several are equally good."""
-    best = best_lr(method, grid, [seed], scores, larger)
-    if best is None:
-        return None
-    top = scores[Cell(method, best, seed, True)]
-    tied = [lr for lr in grid if scores[Cell(method, lr, seed, True)] == top]
-    return best if len(tied) == 1 else None
-
-
-def judge_ratios(claim: Claim, ratios: Sequence[float]) -> RatioVerdict:
-    """Whether most of the ratios are at least the claimed one."""
+def judge_ratios(
+    claim: Claim, ratios: Sequence[float]
+) -> tuple[str, float | None, Interval | None, list[Sentence]]:
+    """Whether most of the ratios are at least the claimed one: the verdict, their geometric mean with its
+    interval, and the reason."""
     from scipy import stats
 
     if not ratios:
-        return RatioVerdict(NOT_DECIDED, None, None, [sentence("rates_nothing")])
+        return NOT_DECIDED, None, None, [sentence("rates_nothing")]
     logs = statistics.interval([math.log(ratio) for ratio in ratios])
     number = math.exp(logs.mean)
     interval = None if logs.low is None or logs.high is None else (math.exp(logs.low), math.exp(logs.high))
@@ -109,4 +95,4 @@ def judge_ratios(claim: Claim, ratios: Sequence[float]) -> RatioVerdict:
     sentences = [sentence("rates_found", **claim.names, **counts)]
     if n < SIGN_TEST_FROM:
         sentences.append(sentence("rates_few", n=SIGN_TEST_FROM))
-    return RatioVerdict(verdict, number, interval, sentences)
+    return verdict, number, interval, sentences

@@ -118,9 +118,6 @@ def _missing(claim: Claim) -> Sentence:
     return sentence("missing", **claim.names, tasks=tasks, architectures=sentence(models))
 
 
-# Thresholds.
-
-
 def _threshold(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
     cases = [make_case(claim, group, analysis) for group in groups]
     findings = _decide(claim, cases, analysis)
@@ -131,7 +128,8 @@ def _threshold(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Ver
     if len(findings) > 1:
         for outcome in VERDICTS:
             if names := [finding.label for finding in findings if finding.verdict == outcome]:
-                sentences.append(sentence("summary", verdict=verdict_name(outcome), settings=_names(names)))
+                name = tuple(claim_data()["verdicts"][outcome])
+                sentences.append(sentence("summary", verdict=name, settings=_names(names)))
         if verdict == NOT_DECIDED and {SUPPORTED, REFUTED} <= set(verdicts):
             sentences.append(sentence("mixed"))
     sentences.append((decisive.reason, decisive.reason_zh))
@@ -212,12 +210,6 @@ def _names(labels: Iterable[str]) -> str:
     return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in Counter(labels).items())
 
 
-def verdict_name(verdict: str) -> Sentence:
-    """A verdict as a heading."""
-    english, chinese = claim_data()["verdicts"][verdict]
-    return english, chinese
-
-
 def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sentence]]:
     """The share of frozen parameters of C9; if it is not the published one, nothing is supported."""
     arm, published = case.group.arms[case.method], claim.frozen[architecture(case.group)]
@@ -231,10 +223,8 @@ def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sent
     return verdict, sentences
 
 
-# Speed: times of separate runs are shown and decide nothing.
-
-
 def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
+    """Times of separate runs are shown and decide nothing."""
     findings = []
     for group in groups:
         arms = arms_of(claim, group)
@@ -252,9 +242,6 @@ def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     first = next((f for f in findings if f.number is not None), findings[0])
     sentences = [sentence("not_interleaved"), (first.reason, first.reason_zh)]
     return _verdict(claim, NOT_DECIDED, sentences, findings, number=first.number, n=first.n, unit="ratio")
-
-
-# Kinds of task.
 
 
 def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
@@ -286,29 +273,25 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     return _verdict(claim, verdict, sentences, findings, **numbers)
 
 
-# Learning rates: see `oelm.claims.learning_rates`.
-
-
 def _learning_rates(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
     findings, all_ratios, left_out = [], [], defaultdict(list)
     for group in groups:
         ratios, sentences = lr_ratios(claim, group)
         all_ratios += ratios
-        one = judge_ratios(claim, ratios)
-        reason = join([*(one.sentences if ratios else []), *sentences, describe_setting(claim, group)])
-        numbers = (one.number, one.interval, len(ratios), "ratio", None)
-        findings.append(Finding(group.task, model_name(group), one.verdict, *numbers, *reason))
+        verdict, number, interval, why = judge_ratios(claim, ratios)
+        reason = join([*(why if ratios else []), *sentences, describe_setting(claim, group)])
+        numbers = (number, interval, len(ratios), "ratio", None)
+        findings.append(Finding(group.task, model_name(group), verdict, *numbers, *reason))
         if not ratios:
             left_out[join(sentences)].append(findings[-1].label)
-    result = judge_ratios(claim, all_ratios)
+    verdict, number, interval, reasons = judge_ratios(claim, all_ratios)
     if len(findings) == 1:
         reasons = [(findings[0].reason, findings[0].reason_zh)]
     else:
-        reasons = result.sentences + [
-            sentence("rates_left_out", settings=_names(names), why=why) for why, names in left_out.items()
-        ]
-    total = {"number": result.number, "interval": result.interval, "n": len(all_ratios), "unit": "ratio"}
-    return _verdict(claim, result.verdict, reasons, findings, **total)
+        for cause, names in left_out.items():
+            reasons.append(sentence("rates_left_out", settings=_names(names), why=cause))
+    total = {"number": number, "interval": interval, "n": len(all_ratios), "unit": "ratio"}
+    return _verdict(claim, verdict, reasons, findings, **total)
 
 
 RULES: dict[str, Callable[[Claim, Sequence[Group], Analysis], Verdict]] = {
