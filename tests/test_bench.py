@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2LMHeadModel
+from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from oelm.bench import cases
@@ -26,7 +26,6 @@ from oelm.bench.arms import (
     HuggingFaceTrainer,
     OriginalClassifier,
     Ours,
-    gpt2_classifier,
     gpt2_config,
 )
 from oelm.bench.load import Case, Load, made_lengths, made_stream, made_texts, sample_texts
@@ -265,7 +264,10 @@ def test_peers_have_our_parameters_but_for_the_biases_of_their_attention() -> No
     biases = config.num_layers * 4 * config.d_model
     classifier = parameters(OelmGPTForSequenceClassification(config))
     assert parameters(OriginalClassifier(config)) == classifier
-    assert parameters(gpt2_classifier(config, 0)) == classifier + biases - 3
+    assert (
+        parameters(GPT2ForSequenceClassification(gpt2_config(config, num_labels=3)))
+        == classifier + biases - 3
+    )
     language = parameters(OelmGPTForCausalLM(config))
     assert parameters(GPT2LMHeadModel(gpt2_config(config))) == language + biases
     assert parameters(CompactGPT(config)) == language + (320 - 300) * config.d_model

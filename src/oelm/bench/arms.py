@@ -80,12 +80,6 @@ def gpt2_config(config: OelmGPTConfig, **more: Any) -> GPT2Config:
     )  # fmt: skip
 
 
-def gpt2_classifier(config: OelmGPTConfig, pad_id: int) -> Any:
-    return AutoModelForSequenceClassification.from_config(
-        gpt2_config(config, num_labels=config.num_labels, pad_token_id=pad_id), attn_implementation="sdpa"
-    )
-
-
 class HuggingFaceTrainer(Arm):
     """Hugging Face's own classes, unmodified, in the settings that serve them best.
 
@@ -101,7 +95,8 @@ class HuggingFaceTrainer(Arm):
         split, pad_id, gpu = case.store["train"], case.store.pad_id, case.device.type == "cuda"
         self.device, self.load = case.device, Load.of(split.lengths)
         self.operations = self.load.operations(case.config, "classification", causal=True)
-        self.model: nn.Module = gpt2_classifier(case.config, pad_id)
+        gpt2 = gpt2_config(case.config, num_labels=case.config.num_labels, pad_token_id=pad_id)
+        self.model = AutoModelForSequenceClassification.from_config(gpt2, attn_implementation="sdpa")
         # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
@@ -274,9 +269,10 @@ def original(case: Case) -> Loop:
 def language_loop(case: Case, style: str, compiled: bool) -> Loop:
     """Hugging Face's GPT-2 ("hf") or nanoGPT's style ("nanogpt"), with fused AdamW, compiled or not."""
     name = {"hf": "GPT2LMHeadModel", "nanogpt": "nanoGPT's style"}[style]
-    model: Any = CompactGPT(case.config)
     if style == "hf":
         model = AutoModelForCausalLM.from_config(gpt2_config(case.config), attn_implementation="sdpa")
+    else:
+        model = CompactGPT(case.config)
 
     def loss(ids: Tensor, batch: Batch) -> Tensor:
         if style == "hf":

@@ -100,14 +100,15 @@ def sample_texts(store: Store, texts: int) -> MemoryStore:
     split = store["train"]
     items = permutation(len(split), 0)[:texts]
     lengths = split.lengths[items]
-    columns = {
-        "tokens": np.array(split.tokens[ranges(split.offsets[items], lengths)]),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-        "labels": split.labels[items],
-        "ids": split.ids[items],
-    }
-    train = MemorySplit(columns, items=len(items), class_counts=split.meta["class_counts"])
+    tokens = np.array(split.tokens[ranges(split.offsets[items], lengths)])
+    train = _texts(tokens, lengths, split.labels[items], split.ids[items], split.meta["class_counts"])
     return MemoryStore(store.meta, train, store)
+
+
+def _texts(tokens: Array, lengths: Array, labels: Array, ids: Array, class_counts: list[int]) -> MemorySplit:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    columns = {"tokens": tokens, "offsets": offsets, "labels": labels, "ids": ids}
+    return MemorySplit(columns, items=len(lengths), class_counts=class_counts)
 
 
 def sample_stream(store: Store, tokens: int) -> MemoryStore:
@@ -120,13 +121,8 @@ def made_texts(name: str, lengths: Sequence[int] | Array, vocab_size: int, longe
     """Classification texts of these lengths, of tokens as frequent as words are."""
     lengths = np.asarray(lengths, dtype=np.int64)
     rng = np.random.default_rng(0)
-    columns = {
-        "tokens": _words(rng, int(lengths.sum()), vocab_size),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-        "labels": rng.integers(0, 2, len(lengths)),
-        "ids": np.arange(len(lengths)),
-    }
-    train = MemorySplit(columns, items=len(lengths), class_counts=[1, 1])
+    tokens = _words(rng, int(lengths.sum()), vocab_size)  # before the labels: one generator draws both
+    train = _texts(tokens, lengths, rng.integers(0, 2, len(lengths)), np.arange(len(lengths)), [1, 1])
     return _made_store(name, "classification", vocab_size, longest, train)
 
 

@@ -44,10 +44,7 @@ class Window:
     power_w: float | None = None
 
 
-Held = tuple[int, int]
-
-
-def held_bytes(optimizer: torch.optim.Optimizer) -> Held:
+def held_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """The bytes of the gradients and of the optimizer's moments, but not of its counters of steps."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
@@ -62,7 +59,7 @@ class Arm(ABC):
 
     about: str  # what it is, in words
     model: nn.Module | None = None
-    held: Held | None = None
+    held: tuple[int, int] | None = None  # `held_bytes`
     untimed = 1  # windows before the first that counts
     cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as it does unless told not to
 
@@ -208,7 +205,7 @@ class ArmMeasurement:
     about: str = ""
     failed: str | None = None
     windows: list[Window] = field(default_factory=list)
-    held: Held | None = None
+    held: tuple[int, int] | None = None
     peak_memory: int | None = None  # bytes above what was there before it was made; None without a GPU
     parameters: int | None = None
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from oelm.errors import UserError
 
 T = TypeVar("T")
-GROUP = "oelm.plugins"
 
 
 class Registry(UserDict[str, T]):
@@ -77,4 +76,4 @@ def load_plugins(modules: Iterable[str]) -> None:
 @functools.cache
 def load_installed() -> None:
     """Import the plugins that are installed, once."""
-    load_plugins(point.module for point in entry_points(group=GROUP))
+    load_plugins(point.module for point in entry_points(group="oelm.plugins"))
