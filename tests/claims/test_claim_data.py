@@ -8,7 +8,6 @@ import pytest
 
 from oelm.claims import cases as claim_cases
 from oelm.claims import data as claim_data
-from oelm.claims import learning_rates as claim_rates
 from oelm.claims import verdicts as claims
 from oelm.study.catalogue import get_experiment
 from tests.claims.claim_records import MEDIUM, QK
@@ -76,7 +75,7 @@ def test_every_sentence_says_the_same_in_both_languages():
                      for text in (english, chinese)]  # fmt: skip
             assert names[0] == names[1], (group, key)
     assert set(data["verdicts"]) == {"supported", "refuted", "not decided"}
-    source = "".join(Path(str(m.__file__)).read_text() for m in (claims, claim_cases, claim_rates))
+    source = "".join(Path(str(m.__file__)).read_text() for m in (claims, claim_cases))
     used = set(re.findall(r'"(\w+)"', source)) | {f"published_{w}" for w in ("inside", "above", "below")}
     used |= {"with_gpt", "with_bert", "with_gpt_bert"} | {
         part.measure for claim in claim_data.read_claims() for part in claim.parts.values()

@@ -1,17 +1,18 @@
-"""How much work a window of steps is, and the data it is made of: a store's own texts, or made ones."""
+"""A case: how much work a window of its steps is, and its data: a store's own texts, or made ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from oelm.data import Split, Store
 from oelm.data.batches import ranges
 from oelm.data.shuffle import permutation
-from oelm.errors import UserError
-from oelm.models.gpt_config import OelmGPTConfig
+from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 
 Array = np.ndarray
 
@@ -19,6 +20,26 @@ Array = np.ndarray
 MADE_LENGTHS = {"pairs": (35.0, 0.4), "reviews": (270.0, 0.6)}
 CUT = 512  # where the reviews were cut when those numbers were taken
 PAD_ID = 0
+
+
+@dataclass
+class Case:
+    """What every arm of a comparison trains, and on which texts."""
+
+    work: str
+    name: str
+    store: Store
+    size: str
+    batch_size: int
+    length: int
+    device: torch.device
+
+    @cached_property
+    def config(self) -> OelmGPTConfig:
+        """The size of every arm: what `oelm train` would build for this store."""
+        fields: dict[str, Any] = {"num_labels": len(self.store.label_names)} if self.store.label_names else {}
+        fields["max_position_embeddings"] = max(gpt_config(self.size).max_position_embeddings, self.length)
+        return gpt_config(self.size, vocab_size=self.store.vocab_size, **fields)
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class Load:
 class MemorySplit(Split):
     """A split whose columns are arrays at hand."""
 
-    def __init__(self, columns: dict[str, Array], meta: dict[str, Any]) -> None:
+    def __init__(self, columns: dict[str, Array], **meta: Any) -> None:
         super().__init__(Path(), "train", meta | {"columns": sorted(columns)})
         self.columns = columns
 
@@ -60,20 +81,18 @@ class MemorySplit(Split):
 
 
 class MemoryStore(Store):
-    """A store with nothing but a training split, in memory."""
+    """A store with nothing but a training split, in memory: a sample of another store, or made texts."""
 
-    def __init__(
-        self, meta: dict[str, Any], train: MemorySplit, tokenizer: Any, source: Store | None = None
-    ) -> None:
+    def __init__(self, meta: dict[str, Any], train: MemorySplit, source: Store | None = None) -> None:
         super().__init__(Path(), meta | {"splits": {}})
-        self.splits, self._tokenizer, self.source = {"train": train}, tokenizer, source
+        self.splits, self.source = {"train": train}, source
 
     def used_tokens(self) -> Array:
         """A sample stands for all of the data; made texts stand for any."""
         return np.ones(self.vocab_size, dtype=bool) if self.source is None else self.source.used_tokens()
 
     def tokenizer(self) -> Any:
-        return self._tokenizer
+        return padding_tokenizer(PAD_ID) if self.source is None else self.source.tokenizer()
 
 
 def sample_texts(store: Store, texts: int) -> MemoryStore:
@@ -81,35 +100,30 @@ def sample_texts(store: Store, texts: int) -> MemoryStore:
     split = store["train"]
     items = permutation(len(split), 0)[:texts]
     lengths = split.lengths[items]
-    columns = {
-        "tokens": np.array(split.tokens[ranges(split.offsets[items], lengths)]),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-        "labels": split.labels[items],
-        "ids": split.ids[items],
-    }
-    meta = {"items": len(items), "class_counts": split.meta["class_counts"]}
-    return MemoryStore(store.meta, MemorySplit(columns, meta), store.tokenizer(), store)
+    tokens = np.array(split.tokens[ranges(split.offsets[items], lengths)])
+    train = _texts(tokens, lengths, split.labels[items], split.ids[items], split.meta["class_counts"])
+    return MemoryStore(store.meta, train, store)
+
+
+def _texts(tokens: Array, lengths: Array, labels: Array, ids: Array, class_counts: list[int]) -> MemorySplit:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    columns = {"tokens": tokens, "offsets": offsets, "labels": labels, "ids": ids}
+    return MemorySplit(columns, items=len(lengths), class_counts=class_counts)
 
 
 def sample_stream(store: Store, tokens: int) -> MemoryStore:
     """The beginning of a corpus."""
-    train = np.array(store["train"].tokens[: tokens + 1])
-    return MemoryStore(store.meta, MemorySplit({"tokens": train}, {"items": 0}), store.tokenizer())
+    columns = {"tokens": np.array(store["train"].tokens[: tokens + 1])}
+    return MemoryStore(store.meta, MemorySplit(columns, items=0), store)
 
 
 def made_texts(name: str, lengths: Sequence[int] | Array, vocab_size: int, longest: int) -> MemoryStore:
     """Classification texts of these lengths, of tokens as frequent as words are."""
     lengths = np.asarray(lengths, dtype=np.int64)
     rng = np.random.default_rng(0)
-    columns = {
-        "tokens": _words(rng, int(lengths.sum()), vocab_size),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-        "labels": rng.integers(0, 2, len(lengths)),
-        "ids": np.arange(len(lengths)),
-    }
-    meta = _meta(name, "classification", vocab_size, longest)
-    split = MemorySplit(columns, {"items": len(lengths), "class_counts": [1, 1]})
-    return MemoryStore(meta, split, padding_tokenizer())
+    tokens = _words(rng, int(lengths.sum()), vocab_size)  # before the labels: one generator draws both
+    train = _texts(tokens, lengths, rng.integers(0, 2, len(lengths)), np.arange(len(lengths)), [1, 1])
+    return _made_store(name, "classification", vocab_size, longest, train)
 
 
 def made_lengths(kind: str, texts: int, longest: int) -> Array:
@@ -121,41 +135,30 @@ def made_lengths(kind: str, texts: int, longest: int) -> Array:
 
 def made_stream(tokens: int, vocab_size: int, longest: int) -> MemoryStore:
     columns = {"tokens": _words(np.random.default_rng(0), tokens + 1, vocab_size)}
-    return MemoryStore(
-        _meta("made-stream", "lm", vocab_size, longest),
-        MemorySplit(columns, {"items": 0}),
-        padding_tokenizer(),
-    )
+    return _made_store("made-stream", "lm", vocab_size, longest, MemorySplit(columns, items=0))
 
 
 def _words(rng: np.random.Generator, count: int, vocab_size: int) -> Array:
     """Zipf's law: repeated rows are what an embedding's gradient has to add up."""
-    if vocab_size < 3:
-        raise UserError(f"--vocab-size {vocab_size}: made texts need at least 3 tokens")
     weights = 1.0 / (np.arange(vocab_size - 1) + 2.7)
     bounds = np.cumsum(weights) / weights.sum()
     drawn = np.searchsorted(bounds[:-1], rng.random(count)) + 1  # 0 is the padding
     return drawn.astype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _meta(name: str, kind: str, vocab_size: int, longest: int) -> dict[str, Any]:
-    return {
-        "task": name,
-        "kind": kind,
-        "metric": "perplexity" if kind == "lm" else "accuracy",
-        "label_names": [] if kind == "lm" else ["no", "yes"],
-        "max_length": longest,
-        "tokenizer": {"name": "made", "vocab_size": vocab_size, "pad_id": PAD_ID},
-        "fingerprint": "made",
-        "warnings": [],
-    }
+def _made_store(name: str, kind: str, vocab_size: int, longest: int, train: MemorySplit) -> MemoryStore:
+    metric, labels = ("perplexity", []) if kind == "lm" else ("accuracy", ["no", "yes"])
+    tokenizer = {"name": "made", "vocab_size": vocab_size, "pad_id": PAD_ID}
+    meta: dict[str, Any] = {"task": name, "kind": kind, "metric": metric, "label_names": labels}
+    meta |= {"max_length": longest, "tokenizer": tokenizer, "fingerprint": "made", "warnings": []}
+    return MemoryStore(meta, train)
 
 
-def padding_tokenizer() -> Any:
+def padding_tokenizer(pad_id: int) -> Any:
     """A tokenizer that can do the one thing a collator asks of it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"<pad>": PAD_ID, "<unk>": 1}, unk_token="<unk>"))
+    words = Tokenizer(WordLevel({"<pad>": pad_id}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")

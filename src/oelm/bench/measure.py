@@ -8,17 +8,24 @@ arm takes some steps before each window that do not count, and nothing else happ
 """
 
 import gc
+import shutil
+import statistics
+import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oelm.bench.gpu_clock import GpuClock
-from oelm.bench.load import Load
+from oelm.bench.load import Case, Load
+from oelm.data.batches import Plan
+from oelm.system.library_errors import first_line
 
 QUIET = 10.0  # seconds between words about how far the rounds are
 LEAD_IN = 3  # a third of a window's steps are taken before it
@@ -37,29 +44,14 @@ class Window:
     power_w: float | None = None
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that training holds beside the weights, counted from the tensors.
-
-    `optimizer` are the moments, which have their parameter's shape; step counters are counted apart.
-    """
-
-    gradients: int
-    optimizer: int
-    counters: int
-
-    @classmethod
-    def count(cls, gradients: int, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> "Held":
-        moments = counters = 0
-        for parameter, state in states:
-            for value in state.values():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.shape == parameter.shape and value.dim():
-                    moments += value.nbytes
-                else:
-                    counters += value.nbytes
-        return cls(gradients, moments, counters)
+def held_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """The bytes of the gradients and of the optimizer's moments, but not of its counters of steps."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return (
+        sum(p.grad.nbytes for p in trained if p.grad is not None),
+        sum(value.nbytes for value in moments if isinstance(value, Tensor) and value.dim()),
+    )
 
 
 class Arm(ABC):
@@ -67,7 +59,7 @@ class Arm(ABC):
 
     about: str  # what it is, in words
     model: nn.Module | None = None
-    held: Held | None = None
+    held: tuple[int, int] | None = None  # `held_bytes`
     untimed = 1  # windows before the first that counts
     cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as it does unless told not to
 
@@ -77,9 +69,6 @@ class Arm(ABC):
 
     @abstractmethod
     def window(self) -> Window: ...
-
-    def close(self) -> None:  # noqa: B027  most arms have nothing to do
-        """Give back what the garbage collector cannot."""
 
 
 class StepArm(Arm):
@@ -111,17 +100,19 @@ class TrainingArm(StepArm):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
+    def __init__(self, case: Case, plan: Plan) -> None:
+        # The same batches in every window: their shapes are all met at once.
+        self.batches, load, kind = plan.epoch(0), Load.of(plan.lengths), case.store.kind
+        operations = load.operations(case.config, kind, causal=kind == "lm")
+        super().__init__(case.device, len(self.batches), load, operations)
+
     def settle(self) -> None:
-        gradients = 0
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self.held = held_bytes(optimizer)
 
-        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            nonlocal gradients
-            gradients = gradient_bytes(optimizer)
-
-        hook = self.optimizer.register_step_pre_hook(look)
+        hook = self.optimizer.register_step_post_hook(count)
         self.step(0)
         hook.remove()
-        self.held = Held.count(gradients, self.optimizer.state.items())
 
 
 class Product(StepArm):
@@ -148,17 +139,62 @@ def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int
     """What freezing Q and K leaves out of a classifier's step: the products that give their weights'
     gradients. The last block has queries for the pooled tokens alone, so it is K's there."""
     dtype, steps = (torch.bfloat16, 20) if device.type == "cuda" else (torch.float32, 3)
-
-    def factors(width: int) -> tuple[Tensor, Tensor]:
-        grad = torch.randn(tokens, width, device=device, dtype=dtype)
-        return grad.t(), torch.randn(tokens, d_model, device=device, dtype=dtype)
-
     # Factors of their own for each layer: a product that finds them in a cache is not the one in a step.
-    widths = [2 * d_model] * (layers - 1) + [d_model]
-    about = f"{layers - 1} x ({2 * d_model} x {tokens} x {d_model}) and {d_model} x {tokens} x {d_model}"
-    return Product(
-        f"{about}, {str(dtype).removeprefix('torch.')}", [factors(width) for width in widths], steps
-    )
+    factors = []
+    for width in [2 * d_model] * (layers - 1) + [d_model]:
+        grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, d_model))
+        factors.append((grad.t(), x))
+    return Product("the gradients of Q's and K's weights", factors, steps)
+
+
+class GpuClock:
+    """A GPU's clock and power, from `with` to its end; elsewhere, and without nvidia-smi, it sees nothing.
+
+    A large GPU under load runs into its power limit and lowers its clock; two arms that differ in power then
+    differ in clock as well. Without these two numbers nobody can tell that from a difference in work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: list[tuple[float, float, float]] = []  # when, MHz, W
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "GpuClock":
+        program = shutil.which("nvidia-smi")
+        if self.device.type == "cuda" and program is not None:
+            query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms=50"]
+            command = [program, f"--id={gpu_name(self.device)}", *query]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            self.thread = threading.Thread(target=self._read, args=[self.process.stdout], daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.thread.join()
+            self.process.communicate()
+
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            with suppress(ValueError):  # "[N/A]"
+                clock, power = map(float, line.split(","))
+                self.samples.append((time.perf_counter(), clock, power))
+
+    def since(self, start: float) -> tuple[float | None, float | None]:
+        """The median clock (MHz) and power (W) since then."""
+        seen = [sample[1:] for sample in list(self.samples) if sample[0] > start]
+        if not seen:
+            return None, None
+        clocks, powers = zip(*seen, strict=True)
+        return statistics.median(clocks), statistics.median(powers)
+
+
+def gpu_name(device: torch.device) -> str:
+    """nvidia-smi counts all GPUs, PyTorch those it may see; this names one for both."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 @dataclass
@@ -169,11 +205,8 @@ class ArmMeasurement:
     about: str = ""
     failed: str | None = None
     windows: list[Window] = field(default_factory=list)
-    held: Held | None = None
-    # Bytes above what was there before it was made; None without a GPU. The allocator may hand out blocks up
-    # to 1 MiB larger than what was asked for: counted with the first, not with the second.
-    peak_memory: int | None = None
-    peak_requested: int | None = None
+    held: tuple[int, int] | None = None
+    peak_memory: int | None = None  # bytes above what was there before it was made; None without a GPU
     parameters: int | None = None
 
 
@@ -197,12 +230,11 @@ def measure(
             found[name].failed = "not run: the time was up"
             continue
         began = time.perf_counter()
-        arm = _attempt(found[name], lambda make=make, name=name: _warmed(found[name], make, device))  # type: ignore[misc]
+        arm = _attempt(found[name], partial(_warmed, found[name], make, device))
         if arm is not None:
             arms[name] = arm
         say(f"  {name}: {found[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
-        if device.type == "cuda":  # so that the next one's memory is its own
-            _release(device)
+        _release(device)  # so that the next one's memory is its own
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
@@ -210,8 +242,6 @@ def measure(
             _take_turns(arms, found, rounds, time_left, watch, say)
     finally:
         gc.enable()
-    for arm in arms.values():
-        arm.close()
     arms.clear()
     _release(device)
     return found
@@ -236,7 +266,7 @@ def _take_turns(
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             window = _attempt(found[name], arms[name].window)
             if window is None:
-                arms.pop(name).close()
+                del arms[name]
                 _release(watch.device)
             else:
                 clock, power = watch.since(time.perf_counter() - window.seconds)
@@ -245,27 +275,18 @@ def _take_turns(
 
 def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.device) -> Arm:
     gpu = device.type == "cuda"
-    before = torch.cuda.memory_stats(device) if gpu else {}
+    before = torch.cuda.memory_allocated(device) if gpu else 0
     arm = make()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
-        arm.settle()
-        if gpu:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(arm.untimed):
-            arm.window()
-    except BaseException:
-        arm.close()
-        raise
+    torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
+    arm.settle()
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(arm.untimed):
+        arm.window()
     measured.about, measured.held = arm.about, arm.held
     if gpu:
-        after = torch.cuda.memory_stats(device)
-        name = "{}_bytes.all.{}".format
-        measured.peak_memory, measured.peak_requested = (
-            after[name(kind, "peak")] - before.get(name(kind, "current"), 0)
-            for kind in ("allocated", "requested")
-        )
+        measured.peak_memory = torch.cuda.max_memory_allocated(device) - before
     if arm.model is not None:
         measured.parameters = sum(p.numel() for p in arm.model.parameters())
     return arm
@@ -284,8 +305,7 @@ def _attempt(measured: ArmMeasurement, action: Callable[[], Any]) -> Any:
     try:
         return action()
     except Exception as error:  # out of memory, no compiler, ...: a table with a gap is better than none
-        lines = str(error).strip().splitlines()
-        measured.failed = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:160]
+        measured.failed = f"{type(error).__name__}: {first_line(error)}"[:160]
         return None
 
 
@@ -300,8 +320,3 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(p.grad.nbytes for p in trained if p.grad is not None)

@@ -1,25 +1,39 @@
-"""The benchmark from its settings to its record."""
+"""The benchmark from its settings to its record: medians, ratios and savings, as plain values for JSON."""
 
+import shlex
+import statistics
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.compiler.config
 
-from oelm.bench.cases import Maker, Settings, make_cases
-from oelm.bench.measure import measure, omitted_product, square_product
-from oelm.bench.record import OMITTED, PEAK, case_record, full_record
+from oelm.bench.cases import Maker, Settings, arms_of, make_cases
+from oelm.bench.load import Case
+from oelm.bench.measure import ArmMeasurement, Window, measure, omitted_product, square_product
+from oelm.bench.show import SCHEMA
 from oelm.errors import UserError
 from oelm.system.files import write_json
+from oelm.training.folder import environment
+
+PEAK, OMITTED = "matmul", "omitted-product"  # products that are timed among the arms
+RATES: dict[str, Callable[[Window], float]] = {
+    "texts_per_s": lambda w: w.texts / w.seconds,
+    "tokens_per_s": lambda w: w.tokens / w.seconds,
+    "step_s": lambda w: w.seconds / w.steps,
+    "operations_per_s": lambda w: w.operations / w.seconds,
+}
+# What a case's arms are compared by.
+QUANTITIES = {"classification": "texts_per_s", "lm": "tokens_per_s", "freezing": "step_s"}
 
 
 def run_bench(
-    settings: Settings,
-    device: torch.device,
-    say: Callable[[str], None] = lambda text: None,
-    json_file: Path | None = None,
+    settings: Settings, device: torch.device, say: Callable[[str], None], json_file: Path | None
 ) -> dict[str, Any]:
     """Measure every case asked for. With `json_file` the record is written after each of them."""
     began = time.monotonic()
@@ -30,26 +44,119 @@ def run_bench(
     def time_left() -> bool:
         return settings.stop_after is None or time.monotonic() - began < settings.stop_after
 
-    records: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
+    record = {
+        "schema": SCHEMA,
+        "command": shlex.join(["oelm", *sys.argv[1:]]),
+        "settings": asdict(settings),
+        "environment": environment(device, 1),
+        "cases": cases,
+    }
     for case in make_cases(settings, device):
-        if not case.arms:
+        arms = arms_of(case, settings)
+        if not arms:
             continue
-        if records and not time_left():
+        if cases and not time_left():
             say(f"{case.work}: {case.name} and what comes after it: not run, the time was up")
             break
         say(f"{case.work}: {case.name}, {case.batch_size} texts of up to {case.length} tokens a step")
-        products: dict[str, Maker] = {PEAK: lambda: square_product(device)}
+        products: dict[str, Maker] = {PEAK: partial(square_product, device)}
         if case.work == "freezing":
-            sizes = case.config.num_layers, case.config.d_model, case.tokens_per_step or 0
-            products[OMITTED] = lambda sizes=sizes: omitted_product(device, *sizes)  # type: ignore[misc]
-        found = measure(products | case.arms, settings.rounds, device, time_left, say)
-        records.append(case_record(case, found))
+            sizes = case.config.num_layers, case.config.d_model, case.batch_size * case.length
+            products[OMITTED] = partial(omitted_product, device, *sizes)
+        found = measure(products | arms, settings.rounds, device, time_left, say)
+        cases.append(case_record(case, list(arms), found))
         torch.compiler.reset()
         if json_file is not None:
-            write_json(json_file, full_record(settings, records, device))
-    if not records:
+            write_json(json_file, record)
+    if not cases:
         raise UserError(
             f"nothing to measure: of --work {','.join(settings.work)} no arm is left that fits --data and is "
             "not in --leave-out"
         )
-    return full_record(settings, records, device)
+    return record
+
+
+def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -> dict[str, Any]:
+    """Everything one case has shown."""
+    peak = median(found[PEAK], "operations_per_s")
+    record = {
+        "work": case.work,
+        "name": case.name,
+        "kind": case.store.kind,
+        "batch_size": case.batch_size,
+        "length": case.length,
+        "data": case.store.fingerprint,
+        "matmul": {"about": found[PEAK].about, "operations_per_s": peak},
+        "arms": [_arm_record(found[name], peak) for name in arms],
+        "ratios": _ratios(QUANTITIES[case.work], arms, found),
+    }
+    if case.work == "freezing":
+        record["savings"] = _savings(arms, found)
+    return record
+
+
+def median(arm: ArmMeasurement, rate: str) -> float | None:
+    return statistics.median(map(RATES[rate], arm.windows)) if arm.windows else None
+
+
+def _arm_record(arm: ArmMeasurement, peak: float | None) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": arm.name, "about": arm.about, "failed": arm.failed}
+    record |= {rate: median(arm, rate) for rate in RATES}
+    record["share_of_peak"] = record["operations_per_s"] / peak if arm.windows and peak else None
+    record |= {"parameters": arm.parameters, "peak_memory_bytes": arm.peak_memory}
+    record["gradients_bytes"], record["optimizer_bytes"] = arm.held or (None, None)
+    for name in ("clock_mhz", "power_w"):
+        seen = [value for window in arm.windows if (value := getattr(window, name)) is not None]
+        record[name] = statistics.median(seen) if seen else None
+    return record | {"windows": [asdict(window) for window in arm.windows]}
+
+
+def _ratios(quantity: str, arms: list[str], found: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
+    """The first arm's rate over each peer's; of methods, each one's step time over the baseline's."""
+    pairs = [(other, arms[0]) if quantity == "step_s" else (arms[0], other) for other in arms[1:]]
+    return [
+        {"of": of, "to": to, "quantity": quantity} | ratio(found[of].windows, found[to].windows, quantity)
+        for of, to in pairs
+        if found[of].windows and found[to].windows
+    ]
+
+
+def ratio(of: list[Window], to: list[Window], quantity: str) -> dict[str, Any]:
+    """The ratio of the medians, and the ends of the rounds' ratios, between which it always lies."""
+    mine, theirs = ([RATES[quantity](window) for window in windows] for windows in (of, to))
+    rounds = [a / b for a, b in zip(mine, theirs, strict=False)]  # one may have failed in a late round
+    value = statistics.median(mine[: len(rounds)]) / statistics.median(theirs[: len(rounds)])
+    return {"ratio": value, "low": min(rounds), "high": max(rounds)}
+
+
+def _savings(arms: list[str], found: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
+    """What each method saves of the baseline's step, beside what the product it omits takes alone."""
+    product, base = found[OMITTED], found.get("baseline", ArmMeasurement("baseline"))
+    whole, alone = median(base, "step_s"), median(product, "step_s")
+    if whole is None or alone is None:
+        return []
+    omitted, work = (arm.windows[0].operations / arm.windows[0].steps for arm in (product, base))
+    savings = []
+    for name in arms:
+        step, arm = median(found[name], "step_s"), found[name]
+        if name == "baseline" or step is None:
+            continue
+        assert base.held is not None and arm.held is not None
+        steps = [[RATES["step_s"](window) for window in windows] for windows in (base.windows, arm.windows)]
+        savings.append(
+            {
+                "method": name,
+                "saved_s": whole - step,
+                "saved_s_rounds": [before - after for before, after in zip(*steps, strict=False)],
+                "saved_share": (whole - step) / whole,
+                "omitted_product_s": alone,
+                "saved_of_omitted": (whole - step) / alone,
+                "omitted_share_of_operations": omitted / work,
+                "held_bytes_saved": sum(base.held) - sum(arm.held),
+                "peak_memory_bytes_saved": base.peak_memory - arm.peak_memory
+                if base.peak_memory is not None and arm.peak_memory is not None
+                else None,
+            }
+        )
+    return savings

@@ -1,14 +1,16 @@
 """A record as tables for people, and as a chart of its ratios."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 from oelm.errors import UserError
 from oelm.system.files import read_json, write_text
+from oelm.system.terminal import console
 
 SCHEMA = 1  # of the record
 
-WIDTH = 150  # columns, where there is no terminal to ask
+WIDTH = 1000  # columns: a terminal that is too narrow wraps a line, but no number is cut
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, which the colour-blind tell apart
 WORDS = {"texts_per_s": "texts/s", "tokens_per_s": "tokens/s", "step_s": "step time"}
 
@@ -24,47 +26,36 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def print_record(record: dict[str, Any]) -> None:
     """The arms, the ratios and what freezing saves, on standard output."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    console = Console(soft_wrap=False)
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    environment = record["environment"]
+    screen, environment = console(width=WIDTH), record["environment"]
     where = environment.get("gpu") or environment["cpu"]
     versions = ", ".join(f"{name} {environment['packages'].get(name)}" for name in ("torch", "transformers"))
-    console.print(f"{where}; {versions}; commit {environment['commit'] or 'unknown'}")
-    console.print(record["command"], soft_wrap=True)
-    abouts = {(arm["name"], arm["about"]): None for case in record["cases"] for arm in case["arms"]}
-    for name, about in abouts:
-        if about:
-            console.print(f"{name}: {about}", soft_wrap=True)
+    lines = [f"{where}; {versions}; commit {environment['commit'] or 'unknown'}", record["command"]]
+    lines += [
+        f"{arm['name']}: {arm['about']}" for case in record["cases"] for arm in case["arms"] if arm["about"]
+    ]
+    for line in dict.fromkeys(lines):
+        screen.print(line, soft_wrap=True)
     for table in (_arms(record), _ratios(record), _savings(record)):
-        if table.row_count:  # in full: a terminal that is too narrow wraps a line, but no number is cut
-            needed = Measurement.get(console, console.options.update(width=1000), table).maximum
-            console.print()
-            Console(width=max(console.width, needed)).print(table)
+        if table.row_count:
+            screen.print()
+            screen.print(table)
     for case in record["cases"]:
         for found in case.get("savings", []):
             if min(found["saved_s_rounds"]) < 0 < max(found["saved_s_rounds"]):
-                console.print(
+                screen.print(
                     f"\n{case['name']}, {found['method']}: single rounds disagree on whether time is saved. "
                     "Longer windows (--steps; 1250 on a GPU at its power limit) or more --rounds say more.",
                     soft_wrap=True,
                 )
 
 
-def _table(title: str, left: list[str], right: list[str], last: str | None = None) -> Any:
+def _table(title: str, left: list[str], right: list[str]) -> Any:
     from rich.table import Table
 
-    look: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    table = Table(title=title, title_justify="left", min_width=len(title), **look)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last)
+    table = Table(title=title, title_justify="left", min_width=len(title), box=None, pad_edge=False)
+    table.padding = (0, 2, 0, 0)
+    for name in left + right:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return table
 
 
@@ -73,11 +64,13 @@ def _arms(record: dict[str, Any]) -> Any:
     state = ["MHz", "W"] if watched else []
     columns = ["texts/s", "tokens/s", "ms/step", "of peak", *state, "peak MiB", "held MiB"]
     title = "Medians of the rounds; real tokens; of peak: omitted work counts; held: gradients and moments"
-    table = _table(title, ["work", "on", "arm"], columns, "note")
+    table = _table(title, ["work", "on", "arm"], columns)
+    table.add_column("note")
     for case in record["cases"]:
         rate = case["matmul"]["operations_per_s"]
-        place, empty = [case["work"], case["name"]], [""] * (2 + len(state))
-        table.add_row(*place, "matmul", "", "", "", _teraflops(rate), *empty, case["matmul"]["about"])
+        peak = "-" if rate is None else f"{rate / 1e12:.3g} TFLOP/s"
+        empty = [""] * (2 + len(state))
+        table.add_row(case["work"], case["name"], "matmul", "", "", "", peak, *empty, case["matmul"]["about"])
         for arm in case["arms"]:
             held = None if arm["optimizer_bytes"] is None else arm["gradients_bytes"] + arm["optimizer_bytes"]
             table.add_row(
@@ -102,16 +95,9 @@ def _ratios(record: dict[str, Any]) -> Any:
 
 def _savings(record: dict[str, Any]) -> Any:
     columns = [
-        "saved ms",
-        "rounds",
-        "of step",
-        "omitted alone ms",
-        "saved/omitted",
-        "omitted/work",
-        "held B",
+        "saved ms", "rounds", "of step", "omitted alone ms", "saved/omitted", "omitted/work", "held B",
         "peak B",
-        "requested B",
-    ]
+    ]  # fmt: skip
     title = "What freezing saves, beside the Q/K weight-gradient product that it omits"
     table = _table(title, ["on", "method"], columns)
     for case in record["cases"]:
@@ -122,7 +108,6 @@ def _savings(record: dict[str, Any]) -> Any:
                 _percent(found["saved_share"]), _number(found["omitted_product_s"], 1e3, 3),
                 _percent(found["saved_of_omitted"]), _percent(found["omitted_share_of_operations"]),
                 _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),
-                _number(found.get("peak_requested_bytes_saved")),
             )  # fmt: skip
     return table
 
@@ -135,56 +120,42 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _teraflops(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e12:.3g} TFLOP/s"
-
-
 def draw_chart(record: dict[str, Any], path: Path) -> None:
     """The ratios as bars with the rounds' spread, as SVG: rates above, step times below."""
-    import io
-
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = [(case, entry) for case in record["cases"] for entry in case["ratios"]]
-    rates = [pair for pair in found if pair[1]["quantity"] != "step_s"]
-    times = [pair for pair in found if pair[1]["quantity"] == "step_s"]
-    panels = [(pairs, title) for pairs, title in ((rates, _FASTER), (times, _SHORTER)) if pairs]
-    rows = [len(pairs) + 1.5 for pairs, _ in panels] or [1.0]
+    panels: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for case in sorted(record["cases"], key=lambda case: case["work"] == "freezing"):
+        for entry in case["ratios"]:
+            times = entry["quantity"] == "step_s"
+            title = "step time, as a share of the baseline's" if times else "times as fast as the peer"
+            panels.setdefault(title, []).append((case, entry))
+    rows = [len(pairs) + 1.5 for pairs in panels.values()] or [1.0]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "oelm", "text.parse_math": False}):
         figure = Figure(figsize=(8, 0.32 * sum(rows) + 0.5), layout="constrained")
         axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
-        for axis, (pairs, title) in zip(axes, panels, strict=False):
-            _draw_bars(axis, pairs, title)
+        for axis, (title, pairs) in zip(axes, panels.items(), strict=False):
+            _draw_bars(axis, pairs)
+            axis.set_title(title, fontsize=9.5, loc="left")
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     write_text(path, text.getvalue())
 
 
-_FASTER, _SHORTER = "times as fast as the peer", "step time, as a share of the baseline's"
-
-
-def _draw_bars(axis: Any, pairs: list[tuple[dict[str, Any], dict[str, Any]]], title: str) -> None:
-    values = [entry["ratio"] for _, entry in pairs]
-    spread = [
-        [entry["ratio"] - entry["low"] for _, entry in pairs],
-        [entry["high"] - entry["ratio"] for _, entry in pairs],
-    ]
+def _draw_bars(axis: Any, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     works = list(dict.fromkeys(case["work"] for case, _ in pairs))
-    colours = [PALETTE[works.index(case["work"]) % len(PALETTE)] for case, _ in pairs]
-    axis.barh(range(len(pairs)), values, xerr=spread, color=colours, error_kw={"lw": 1}, height=0.7)
-    axis.set_yticks(
-        range(len(pairs)), [f"{case['name']}: {entry['of']} / {entry['to']}" for case, entry in pairs]
-    )
-    for place, (_, entry) in enumerate(pairs):
-        axis.annotate(
-            f"{entry['ratio']:.3g}", (entry["high"], place), xytext=(4, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
+    for place, (case, entry) in enumerate(pairs):
+        value, low, high = entry["ratio"], entry["low"], entry["high"]
+        colour = PALETTE[works.index(case["work"]) % len(PALETTE)]
+        spread = [[value - low], [high - value]]
+        axis.barh(place, value, xerr=spread, color=colour, error_kw={"lw": 1}, height=0.7)
+        near = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        axis.annotate(f"{value:.3g}", (high, place), **near)
+    names = [f"{case['name']}: {entry['of']} / {entry['to']}" for case, entry in pairs]
+    axis.set_yticks(range(len(pairs)), names)
     axis.axvline(1, color="#666", lw=0.8)
     axis.invert_yaxis()
     axis.margins(x=0.12)
-    axis.set_title(title, fontsize=9.5, loc="left")
     axis.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -111,18 +111,11 @@ def describe_setting(claim: Claim, group: Group) -> Sentence:
 def _recipe(group: Group) -> Sentence:
     record = group.records[0]
     training, model = record.config.training, asdict(record.config.model)
-    texts = [
-        sentence("epochs", length=training.epochs)
-        if training.epochs
-        else sentence("steps", length=training.steps)
-    ]
-    if samples := record.results.get("samples"):  # the data may be a part of the original
-        texts.append(sentence("samples", samples=samples))
-    if training.batch_size:
-        texts.append(sentence("batch", size=training.batch_size))
-    else:
-        texts.append(sentence("batch_tokens", size=training.batch_tokens))
-    texts.append(sentence("length", length=record.config.task.max_length))
+    values = {"epochs": training.epochs, "steps": training.steps}
+    values["samples"] = record.results.get("samples")  # the data may be a part of the original
+    values |= {"batch": training.batch_size, "batch_tokens": training.batch_tokens}
+    values["length"] = record.config.task.max_length
+    texts = [sentence(key, value=value) for key, value in values.items() if value]
     plain = [training.schedule, group.precision]
     plain += [f"{key} {value}" for key, value in model.items() if key != "name" and value is not None]
     return join([*texts, *((text, text) for text in plain)], (", ", "，"))
@@ -151,8 +144,9 @@ def _scale(measure: str, case: "ClaimCase") -> tuple[Callable[[float], float], C
         accuracy = fmean(reference for _, reference in case.scores)
         return (lambda points: 100 + points / accuracy), (lambda value: (value - 100) * accuracy)
     if measure == "saving_per_parameter":
-        counts = [arm.records[0].results["parameters"]["trainable"] for arm in case.arms]
-        shift = 100 * math.log(counts[0] / counts[1])
+        arms = (case.group.arms[name] for name in (case.method, case.reference_arm))
+        ours, theirs = (arm.records[0].results["parameters"]["trainable"] for arm in arms)
+        shift = 100 * math.log(ours / theirs)
     return (
         lambda points: 100 * (math.exp((sign * points + shift) / 100) - 1),
         lambda value: sign * (100 * math.log(1 + value / 100) - shift),
@@ -182,15 +176,9 @@ class ClaimCase:
     below: float
 
     @property
-    def arms(self) -> tuple[ArmResult, ArmResult]:
-        return self.group.arms[self.method], self.group.arms[self.reference_arm]
-
-    @property
     def unit(self) -> str:
-        in_points = self.part.measure == "points" or (
-            self.part.measure == "difference" and self.group.kind == "share"
-        )
-        return "points" if in_points else "%"
+        points = ("points", "difference") if self.group.kind == "share" else ("points",)
+        return "points" if self.part.measure in points else "%"
 
     @cached_property
     def _combined(self) -> Combined | None:
@@ -198,9 +186,7 @@ class ClaimCase:
 
     @property
     def mean(self) -> float | None:
-        if self._combined is None:
-            return None
-        return _scale(self.part.measure, self)[0](self._combined.mean)
+        return _scale(self.part.measure, self)[0](self._combined.mean) if self._combined else None
 
     @property
     def interval(self) -> Interval | None:
@@ -222,32 +208,21 @@ class ClaimCase:
         points = _scale(self.part.measure, self)[1](threshold)
         return combine([overall(table - points, sizes) for table, sizes in self.tables], 1.0).p
 
-    @property
-    def signed(self) -> bool:
-        return self.part.measure != "kept"
-
     def show(self, value: float) -> Sentence:
-        return with_unit(value, self.unit, self.signed)
+        return with_unit(value, self.unit, self.part.measure != "kept")
 
     def describe(self) -> Sentence:
         """The measured number with its interval, as a sentence."""
         if self.mean is None:
             return sentence("nothing")
-        if self.interval is None:
-            interval = sentence("no_interval", n=len(self.scores))
-        else:
-            low = format_number(self.interval[0], self.unit, self.signed)
+        interval = sentence("no_interval", n=len(self.scores))
+        if self.interval is not None:
+            low = format_number(self.interval[0], self.unit, self.part.measure != "kept")
             interval = sentence("interval", low=low, high=self.show(self.interval[1]), n=len(self.scores))
-        score, reference = (fmean(column) for column in zip(*self.scores, strict=True))
-        return sentence(
-            self.part.measure,
-            method=self.method,
-            reference_arm=self.reference_arm,
-            number=self.show(self.mean),
-            interval=interval,
-            score=f"{score:.4g}",
-            reference_score=f"{reference:.4g}",
-        )
+        score, reference = (f"{fmean(column):.4g}" for column in zip(*self.scores, strict=True))
+        values = {"score": score, "reference_score": reference, "number": self.show(self.mean)}
+        names = {"method": self.method, "reference_arm": self.reference_arm}
+        return sentence(self.part.measure, **names, **values, interval=interval)
 
 
 def margin_of(analysis: Analysis) -> float:
@@ -282,14 +257,14 @@ def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: A
     assert control is not None
     templates = claim_data()["controls"][control]
     if control not in case.group.arms:
-        return fill(templates["absent"], {})
+        return fill(templates["absent"])
     beside = make_case(claim, case.group, analysis, control)
     if beside.problems or beside.mean is None:
-        return fill(templates["void"], {"problems": beside.explain_problems()})
+        return fill(templates["void"], problems=beside.explain_problems())
     p = beside.p(0.0)
     better = p is not None and p < LEVEL and beside.mean > 0
     key = "plain" if not supported else "better" if better else "other"
-    return fill(templates.get(key, templates["plain"]), {"what": beside.describe()})
+    return fill(templates.get(key, templates["plain"]), what=beside.describe())
 
 
 def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentence:
@@ -302,7 +277,8 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentenc
         return sentence("growth_few", tasks=names)
     usable.sort(key=lambda case: tasks.index(case.group.task))
     # Welch's test: the seeds of different corpora are not pairs.
-    tests = [stats.ttest_ind(_by_seed(b), _by_seed(a), equal_var=False) for a, b in pairwise(usable)]
+    losses = [[100 * (score / reference - 1) for score, reference in case.scores] for case in usable]
+    tests = [stats.ttest_ind(b, a, equal_var=False) for a, b in pairwise(losses)]
     adjusted = statistics.holm([float(test.pvalue) for test in tests])
     clear = [p is not None and p < LEVEL for p in adjusted]
     for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
@@ -310,8 +286,3 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentenc
             falls = {"first": a.group.task, "second": b.group.task, "p": format_p(p)}
             return sentence("growth_no", tasks=names, **falls)
     return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)
-
-
-def _by_seed(case: ClaimCase) -> list[float]:
-    """By how many per cent the method's perplexity is above the reference arm's, for every seed."""
-    return [100 * (score / reference - 1) for score, reference in case.scores]

@@ -1,7 +1,7 @@
 """The published claims as data (claims.toml), and the sentences of a verdict, in English and Chinese."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -76,10 +76,10 @@ def read_claims() -> list[Claim]:
 
 def sentence(key: str, **values: Any) -> Sentence:
     """A sentence of claims.toml."""
-    return fill(claim_data()["words"][key], values)
+    return fill(claim_data()["words"][key], **values)
 
 
-def fill(template: Sequence[str], values: Mapping[str, Any]) -> Sentence:
+def fill(template: Sequence[str], **values: Any) -> Sentence:
     """A template in both languages; a value that is a pair has one text for each language."""
     english, chinese = (
         text.format(**{key: v[language] if isinstance(v, tuple) else v for key, v in values.items()})
@@ -94,7 +94,7 @@ def join(sentences: Iterable[Sentence], between: Sentence = (" ", "")) -> Senten
 
 
 def format_number(value: float, unit: str, signed: bool = True) -> str:
-    """A number without its unit."""
+    """A number without its unit, which is "points" or "%"."""
     return "0" if value == 0 else f"{value:{'+' if signed else ''}.{2 if unit == 'points' else 1}f}"
 
 

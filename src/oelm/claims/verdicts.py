@@ -6,9 +6,11 @@ judged on every setting of the records that fits it, and Holm corrects for their
 forbids a conclusion (`oelm.study.result_types.PROBLEMS`) leaves the claim not decided.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from oelm.claims.cases import (
@@ -35,14 +37,18 @@ from oelm.claims.data import (
     Sentence,
     claim_data,
     format_p,
+    format_problems,
     join,
     read_claims,
     sentence,
+    with_unit,
 )
-from oelm.claims.learning_rates import judge_ratios, lr_ratios
 from oelm.study import statistics
 from oelm.study.decide import LEVEL
 from oelm.study.result_types import Analysis, Group
+from oelm.system.messages import notice
+
+SIGN_TEST_FROM = 6  # ratios of learning rates: with fewer a two-sided sign test cannot reach 5 %
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,6 @@ def _missing(claim: Claim) -> Sentence:
     return sentence("missing", **claim.names, tasks=tasks, architectures=sentence(models))
 
 
-# Thresholds.
-
-
 def _threshold(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
     cases = [make_case(claim, group, analysis) for group in groups]
     findings = _decide(claim, cases, analysis)
@@ -131,7 +134,8 @@ def _threshold(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Ver
     if len(findings) > 1:
         for outcome in VERDICTS:
             if names := [finding.label for finding in findings if finding.verdict == outcome]:
-                sentences.append(sentence("summary", verdict=verdict_name(outcome), settings=_names(names)))
+                name = tuple(claim_data()["verdicts"][outcome])
+                sentences.append(sentence("summary", verdict=name, settings=_names(names)))
         if verdict == NOT_DECIDED and {SUPPORTED, REFUTED} <= set(verdicts):
             sentences.append(sentence("mixed"))
     sentences.append((decisive.reason, decisive.reason_zh))
@@ -212,12 +216,6 @@ def _names(labels: Iterable[str]) -> str:
     return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in Counter(labels).items())
 
 
-def verdict_name(verdict: str) -> Sentence:
-    """A verdict as a heading."""
-    english, chinese = claim_data()["verdicts"][verdict]
-    return english, chinese
-
-
 def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sentence]]:
     """The share of frozen parameters of C9; if it is not the published one, nothing is supported."""
     arm, published = case.group.arms[case.method], claim.frozen[architecture(case.group)]
@@ -231,10 +229,8 @@ def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sent
     return verdict, sentences
 
 
-# Speed: times of separate runs are shown and decide nothing.
-
-
 def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
+    """Times of separate runs are shown and decide nothing."""
     findings = []
     for group in groups:
         arms = arms_of(claim, group)
@@ -252,9 +248,6 @@ def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     first = next((f for f in findings if f.number is not None), findings[0])
     sentences = [sentence("not_interleaved"), (first.reason, first.reason_zh)]
     return _verdict(claim, NOT_DECIDED, sentences, findings, number=first.number, n=first.n, unit="ratio")
-
-
-# Kinds of task.
 
 
 def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
@@ -286,29 +279,99 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
     return _verdict(claim, verdict, sentences, findings, **numbers)
 
 
-# Learning rates: see `oelm.claims.learning_rates`.
-
-
 def _learning_rates(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
+    """How many times higher a method's best learning rate is than the reference arm's: ratios, counted.
+
+    A grid determines the best learning rate to one of its steps only, so ratios are coarse and often equal.
+    They are not averaged for a verdict but counted: do most reach the claimed one?
+    """
     findings, all_ratios, left_out = [], [], defaultdict(list)
     for group in groups:
-        ratios, sentences = lr_ratios(claim, group)
+        ratios, sentences = _lr_ratios(claim, group)
         all_ratios += ratios
-        one = judge_ratios(claim, ratios)
-        reason = join([*(one.sentences if ratios else []), *sentences, describe_setting(claim, group)])
-        numbers = (one.number, one.interval, len(ratios), "ratio", None)
-        findings.append(Finding(group.task, model_name(group), one.verdict, *numbers, *reason))
+        verdict, number, interval, why = _judge_ratios(claim, ratios)
+        reason = join([*(why if ratios else []), *sentences, describe_setting(claim, group)])
+        numbers = (number, interval, len(ratios), "ratio", None)
+        findings.append(Finding(group.task, model_name(group), verdict, *numbers, *reason))
         if not ratios:
             left_out[join(sentences)].append(findings[-1].label)
-    result = judge_ratios(claim, all_ratios)
+    verdict, number, interval, reasons = _judge_ratios(claim, all_ratios)
     if len(findings) == 1:
         reasons = [(findings[0].reason, findings[0].reason_zh)]
     else:
-        reasons = result.sentences + [
-            sentence("rates_left_out", settings=_names(names), why=why) for why, names in left_out.items()
-        ]
-    total = {"number": result.number, "interval": result.interval, "n": len(all_ratios), "unit": "ratio"}
-    return _verdict(claim, result.verdict, reasons, findings, **total)
+        for cause, names in left_out.items():
+            reasons.append(sentence("rates_left_out", settings=_names(names), why=cause))
+    total = {"number": number, "interval": interval, "n": len(all_ratios), "unit": "ratio"}
+    return _verdict(claim, verdict, reasons, findings, **total)
+
+
+def _lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
+    """One ratio for each seed of the trials; and why there are none, or what they mean."""
+    arm, reference = arms_of(claim, group)
+    if not (group.matrix and arm.chosen and reference.chosen and arm.lr and reference.lr):
+        return [], [sentence("rates_none")]
+    grid = group.matrix.grid
+    step = max(high / low for low, high in pairwise(grid))
+    if {arm.lr, reference.lr} & {grid[0], grid[-1]}:
+        return [], [sentence("rates_edge")]
+    if step > claim.ratio[1]:
+        return [], [sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
+    at_chance = {
+        a.method: [r.seed for r in a.trials if r.lr == a.lr and r.results.get("at_chance")]
+        for a in (arm, reference)
+    }
+    if any(at_chance.values()):
+        runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in at_chance.items() if seeds]
+        problem = notice("problem.at_chance", runs=runs)
+        return [], [sentence("problems", problems=format_problems([problem]))]
+    sentences = [sentence("rates_step", step=step)]
+    best, at_reference = arm.lr_scores.get(arm.lr), arm.lr_scores.get(reference.lr)
+    if best is not None and at_reference is not None and arm.lr != reference.lr:
+        loss = group.points(best) - group.points(at_reference)
+        lost = with_unit(loss, "points" if group.kind == "share" else "%", False)
+        sentences.append(sentence("rates_cost", lost=lost, **claim.names))
+    return _ratios_by_seed(claim, group, grid), sentences
+
+
+def _ratios_by_seed(claim: Claim, group: Group, grid: Sequence[float]) -> list[float]:
+    """The ratio of each seed whose trials are complete and leave one best learning rate to each method."""
+    arms, ratios = arms_of(claim, group), []
+    for seed in sorted({trial.seed for arm in arms for trial in arm.trials}):
+        best = []
+        for arm in arms:
+            scores = {trial.lr: trial.validation for trial in arm.trials if trial.seed == seed}
+            usable = [score for lr in grid if (score := scores.get(lr)) is not None]  # None: it failed
+            if usable and set(grid) <= scores.keys():
+                top = max(usable) if group.larger_is_better else min(usable)
+                tied = [lr for lr in grid if scores[lr] == top]
+                best += tied if len(tied) == 1 else []
+        if len(best) == 2:
+            ratios.append(best[0] / best[1])
+    return ratios
+
+
+def _judge_ratios(
+    claim: Claim, ratios: Sequence[float]
+) -> tuple[str, float | None, Interval | None, list[Sentence]]:
+    """Whether most of the ratios are at least the claimed one: the verdict, their geometric mean with its
+    interval, and the reason."""
+    from scipy import stats
+
+    if not ratios:
+        return NOT_DECIDED, None, None, [sentence("rates_nothing")]
+    logs = statistics.interval([math.log(ratio) for ratio in ratios])
+    number = math.exp(logs.mean)
+    interval = None if logs.low is None or logs.high is None else (math.exp(logs.low), math.exp(logs.high))
+    least, n = claim.ratio[0], len(ratios)
+    k = sum(ratio > 0.99 * least for ratio in ratios)  # 3e-4 / 1e-4 is not quite 3
+    p = float(stats.binomtest(k, n).pvalue)
+    verdict = NOT_DECIDED if p >= LEVEL else SUPPORTED if 2 * k > n else REFUTED
+    span = sentence("rates_interval", low=interval[0], high=interval[1]) if interval else ("", "")
+    counts = {"number": number, "k": k, "n": n, "low": least, "p": format_p(p), "interval": span}
+    sentences = [sentence("rates_found", **claim.names, **counts)]
+    if n < SIGN_TEST_FROM:
+        sentences.append(sentence("rates_few", n=SIGN_TEST_FROM))
+    return verdict, number, interval, sentences
 
 
 RULES: dict[str, Callable[[Claim, Sequence[Group], Analysis], Verdict]] = {

@@ -11,20 +11,8 @@ from oelm.errors import UserError
 from oelm.system.terminal import say
 
 # Sizes that two cores of a laptop finish in minutes, and that keep a large GPU busy.
-ON_CPU: dict[str, Any] = {
-    "max_length": 128,
-    "tokens_per_step": 1024,
-    "steps": 10,
-    "rounds": 3,
-}
-ON_GPU: dict[str, Any] = {
-    "max_length": 512,
-    "tokens_per_step": 65536,
-    "steps": 100,
-    "rounds": 5,
-}
-# Flags that `oelm.bench.cases.Settings` takes as they are.
-SAME = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size")
+ON_CPU: dict[str, Any] = {"max_length": 128, "tokens_per_step": 1024, "steps": 10, "rounds": 3}
+ON_GPU: dict[str, Any] = {"max_length": 512, "tokens_per_step": 65536, "steps": 100, "rounds": 5}
 
 
 def bench(
@@ -33,17 +21,21 @@ def bench(
     data: Annotated[
         list[str] | None, typer.Option(help="A prepared folder (oelm data prepare); may be repeated.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts in a step of classification.")] = 16,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a step of all other work.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts in a step of classification.", min=1)] = 16,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(help="Tokens in a step of all other work.", min=1)
+    ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of a timed window; a fifth as many for large steps.")
+        int | None, typer.Option(help="Steps of a timed window; a fifth as many for large steps.", min=1)
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Timed windows of each arm, interleaved.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed windows of each arm, interleaved.", min=1)] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest window or synthetic text, in tokens.")
+        int | None, typer.Option(help="Longest window or synthetic text, in tokens.", min=1)
     ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Vocabulary of synthetic texts, without --data.")] = 50257,
-    leave_out: Annotated[str | None, typer.Option(help="Arms to leave out, with commas.")] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Vocabulary of synthetic texts, without --data.", min=3)
+    ] = 50257,
+    leave_out: Annotated[str, typer.Option(help="Arms to leave out, with commas.")] = "",
     compile_: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile peers; default: on a GPU.")
     ] = None,
@@ -87,13 +79,14 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
     device = process_state().device
     gpu = device.type == "cuda"
     values = (ON_GPU if gpu else ON_CPU) | {key: value for key, value in given.items() if value is not None}
+    sizes = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size")
     settings = Settings(
         work=WORKS if values["work"] == "all" else tuple(parts(values["work"])),
         size=values.get("size") or default_model(device),
         data=tuple(values.get("data", ())),
-        leave_out=tuple(parts(values.get("leave_out", ""))),
+        leave_out=tuple(parts(values["leave_out"])),
         compile=values.get("compile_", gpu),
         stop_after=seconds_of(values.get("stop_after")),
-        **{key: values[key] for key in SAME},
+        **{key: values[key] for key in sizes},
     )
     return run_bench(settings, device, lambda text: say(text, err=True), json_file)

@@ -127,24 +127,19 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     locked: opening a link could open, or create, a file that is not ours.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    no_lock = UserError(f"{path} should be a lock, and is a link or no regular file: delete it")
     try:
         file = open(os.open(path, flags, 0o666), "r+b", buffering=0)  # noqa: SIM115
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise
-        raise _no_lock(path) from None
+        raise no_lock if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO) else error from None
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _no_lock(path)
+            raise no_lock
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BaseException:
         file.close()
         raise
     return file
-
-
-def _no_lock(path: Path) -> UserError:
-    return UserError(f"{path} should be a lock, and is a link or no regular file: delete it")
 
 
 @contextlib.contextmanager

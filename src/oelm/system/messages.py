@@ -47,9 +47,9 @@ def notice(code: str, /, **values: Any) -> Notice:
 
 def read_notice(value: Any) -> Notice:
     """A notice from JSON; whatever is none, such as the warnings of old records, is shown as it is."""
-    if isinstance(value, Notice):
-        return value
     match value:
+        case Notice():
+            return value
         case {"code": str(code), "values": dict(values)}:
             return Notice(code, {str(key): _inner(entry) for key, entry in values.items()})
     return notice("text", text=str(value))

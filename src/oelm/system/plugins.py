@@ -8,63 +8,52 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from oelm.errors import UserError
 
 T = TypeVar("T")
-GROUP = "oelm.plugins"
 
 
-class Registry(MutableMapping[str, T], Generic[T]):
+class Registry(UserDict[str, T]):
     """What there is of one sort, by name. A built-in entry may be written "module:attribute": it is imported
     when it is first used. A name that is not there is looked for in the installed plugins."""
 
-    def __init__(self, what: str, entries: Mapping[str, T | str]) -> None:
-        self.what, self._entries = what, dict(entries)
+    def __init__(self, what: str, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.what = what
 
     def add(self, name: str, entry: T) -> None:
         """Add an entry of a plugin; a name that is taken is an error."""
-        if name in self._entries:
+        if name in self.data:
             raise UserError(
                 f"there is a {self.what} {name!r} already; a plugin must give its own another name"
             )
-        self._entries[name] = entry
+        self[name] = entry
 
     def find(self, name: str) -> T:
         """The entry of that name; a name that does not exist is answered with those that do."""
         if name not in self:
-            known = ", ".join(self._entries)
+            known = ", ".join(self)
             raise UserError(f"unknown {self.what} {name!r}; known: {known}; those of a plugin need --plugin")
         return self[name]
 
     def __getitem__(self, name: str) -> T:
         if name not in self:
             raise KeyError(name)
-        entry = self._entries[name]
+        entry = self.data[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
+            entry = self[name] = getattr(importlib.import_module(module), attribute)
         return entry
 
     def __contains__(self, name: object) -> bool:
-        if name not in self._entries:
+        if name not in self.data:
             load_installed()
-        return name in self._entries
-
-    def __setitem__(self, name: str, entry: T) -> None:
-        self._entries[name] = entry
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._entries))
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return name in self.data
 
 
 def load_plugins(modules: Iterable[str]) -> None:
@@ -87,4 +76,4 @@ def load_plugins(modules: Iterable[str]) -> None:
 @functools.cache
 def load_installed() -> None:
     """Import the plugins that are installed, once."""
-    load_plugins(point.module for point in entry_points(group=GROUP))
+    load_plugins(point.module for point in entry_points(group="oelm.plugins"))

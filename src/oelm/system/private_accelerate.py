@@ -1,7 +1,4 @@
-"""The unstable part of Accelerate that this package uses: its table of trackers.
-
-Nothing else in the package uses such a part, and it has a test: tests/system/test_private_apis.py.
-"""
+"""The unstable part of Accelerate that this package uses: its table of trackers."""
 
 from typing import Any
 

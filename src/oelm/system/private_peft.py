@@ -1,7 +1,4 @@
-"""The inside of PEFT's adapted layers, as far as this package relies on it. PEFT itself is not imported.
-
-Nothing else in the package relies on it, and each part has a test: tests/system/test_private_apis.py.
-"""
+"""The inside of PEFT's adapted layers, as far as this package relies on it. PEFT itself is not imported."""
 
 from typing import Any
 

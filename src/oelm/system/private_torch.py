@@ -1,7 +1,4 @@
-"""The private and unstable parts of PyTorch that this package uses, each behind a function.
-
-Nothing else in the package uses such a part, and each has a test: tests/system/test_private_apis.py.
-"""
+"""The private and unstable parts of PyTorch that this package uses, each behind a function with a test."""
 
 import torch
 from torch import Tensor, nn

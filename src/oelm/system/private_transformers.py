@@ -1,7 +1,6 @@
-"""The private and unstable parts of transformers that this package uses, each behind a function.
+"""The private and unstable parts of transformers that this package uses, each behind a function with a test.
 
-Nothing else in the package uses such a part, and each has a test: tests/system/test_private_apis.py. What
-`models/gpt.py` overrides (`_init_weights`, `_no_split_modules`, `_supports_sdpa`, `_tied_weights_keys`,
+What `models/gpt.py` overrides (`_init_weights`, `_no_split_modules`, `_supports_sdpa`, `_tied_weights_keys`,
 `_input_embed_layer`) is how transformers wants a model of one's own to be written.
 """
 
