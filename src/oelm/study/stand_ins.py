@@ -22,6 +22,7 @@ from transformers import BertConfig, BertModel, BertTokenizer, GPT2Tokenizer
 from oelm.config import RunConfig, TaskConfig
 from oelm.data import TASKS
 from oelm.data.catalogue import HELD_OUT, Task
+from oelm.data.tasks import task_kind
 from oelm.system.files import write_json
 
 EVALUATED = 32  # rows of a split that is only evaluated
@@ -78,7 +79,7 @@ class StandIns:
 
     def _rows(self, task: Task) -> int:
         """Training rows: enough for the steps, and for a share that is held out."""
-        if task.kind != "lm":
+        if not task_kind(task.kind).stream:
             return 400 + round(1.25 * self.steps * LARGEST_BATCH)
         tokens = self.steps * LARGEST_BATCH * (SHORT if self.shrink else 512)
         return round(max(8 / task.held_out, tokens / DOCUMENT_WORDS))
