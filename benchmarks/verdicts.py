@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -214,12 +215,35 @@ PARTS = {"coverage": coverage, "choosing": choosing, "looking": looking, "severa
          "collapsing": collapsing}  # fmt: skip
 
 
+def render(record: dict[str, Any]) -> str:
+    """The record as a Markdown table: settings that differ in sizes only are one row, with their range."""
+    rows: dict[tuple[str, str, str], list[Row]] = {}
+    for values in record["rows"]:
+        one = Row(**values)
+        words = [word for word in one.setting.split(", ") if not any(letter.isdigit() for letter in word)]
+        rows.setdefault((one.part, one.what, ", ".join(words)), []).append(one)
+    lines = ["| part | what | settings | share of draws | bound |", "|---|---|---|---|---|"]
+    for (part, what, name), several in rows.items():
+        shares = sorted(one.share for one in several)
+        span = f"{shares[0]:.1%}" + (f" to {shares[-1]:.1%}" if len(shares) > 1 else "")
+        sign, bound = "at least" if several[0].kind == "least" else "at most", several[0].bound
+        limit = "none: not used" if bound == 1 else f"{sign} {bound:.0%}"
+        missed = sum(not one.holds for one in several)
+        limit += f", missed in {missed} of {len(several)}" if missed else ""
+        lines.append(f"| {part} | {what} | {name or 'all'} | {span} | {limit} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--part", choices=list(PARTS), action="append")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="print the table of a record")
     arguments = parser.parse_args()
+    if arguments.read:
+        print(render(json.loads(arguments.read.read_text())))
+        return
     rows = []
     for part in arguments.part or PARTS:
         for found in PARTS[part](arguments.draws):

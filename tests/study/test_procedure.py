@@ -1,6 +1,8 @@
 """The rules of a verdict, one by one, and the whole procedure by simulation (`benchmarks/verdicts.py`)."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +65,13 @@ def test_a_run_far_below_the_others_has_collapsed():
 
 def test_one_of_many_comparisons_needs_ten_seeds():
     assert [fewest_seeds(n) for n in (1, 3, 4, 20)] == [5, 5, 10, 10]
+
+
+def test_the_table_in_the_docs_is_the_record():
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "benchmarks" / "verdicts.json").read_text())
+    assert record["draws"] == 10_000
+    assert verdicts.render(record) in (root / "docs" / "studies.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
