@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.store import Split, Store
+from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import boundary_id, load_tokenizer, pad_id, tokenizer_digest, trained_size
 from oelm.data.writer import SplitWriter, cache_dir, cached_store, split_writers
 from oelm.errors import UserError
@@ -113,7 +114,7 @@ def _copy(split: str, tokens: Array, writer: SplitWriter, tokenizer: Any, warnin
 
 def write_bins(store: Store, folder: Path) -> None:
     """A corpus as train.bin, val.bin and test.bin in a new folder; two bytes a token if that is enough."""
-    if store.kind != "lm":
+    if not task_kind(store.kind).stream:
         raise UserError(f"token files hold one stream of tokens; {store.task} is for {store.kind}")
     if folder.exists():
         raise UserError(f"{folder} exists already; name a new folder")

@@ -152,6 +152,6 @@ def _sample(task: Task, paths: list[Path], rows: int) -> pa.Table:
     """Rows spread over the beginning of a real split: files may be sorted by label."""
     table = ds.dataset([str(path) for path in paths]).head(HEAD, columns=list(task.columns.values()))
     table = table.take(np.linspace(0, len(table) - 1, min(rows, len(table))).astype(int))
-    if task.kind == "lm":
+    if task_kind(task.kind).stream:
         table = pa.table({"text": pc.utf8_slice_codeunits(table[task.columns["text"]], 0, DOCUMENT)})
     return table
