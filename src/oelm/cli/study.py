@@ -56,6 +56,7 @@ def study(
     Examples: oelm study --data my.csv --text body --label topic --out s;
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
+    from oelm.study.decide import fewest_seeds
     from oelm.study.folder import StudyFolder
     from oelm.study.report.view import Words
 
@@ -68,6 +69,10 @@ def study(
     title = name or given.get("data") or (task or "study").replace(",", "-")
     folder = out or Path("studies") / Path(title).stem
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
+    comparisons = len(planned.contrasts) * len(planned.tasks)
+    if planned.looks[-1] < (fewest := fewest_seeds(comparisons)):
+        count = f"{comparisons} comparison{'s' * (comparisons != 1)}"
+        say(f"note: a verdict on {count} needs {fewest} seeds; {planned.looks[-1]} are planned", err=True)
     if dry_run:
         say(describe(planned, folder))
     elif import_:
