@@ -77,10 +77,9 @@ def test_tokens_and_batches_are_those_of_hugging_face(tmp_path: Path, kind: str)
     batch = padded_batch(train, items, store.pad_id)
     features = [dict(zip(("input_ids", "labels"), item(train, at), strict=True)) for at in items]
     collated = DataCollatorForSeq2Seq(tokenizer, return_tensors="pt")(features)
-    assert batch.input_ids.tolist() == collated["input_ids"].tolist()
-    assert batch.attention_mask.tolist() == collated["attention_mask"].tolist()
-    assert batch.labels is not None
-    assert batch.labels.tolist() == collated["labels"].tolist()
+    assert batch.inputs["input_ids"].tolist() == collated["input_ids"].tolist()
+    assert batch.inputs["attention_mask"].tolist() == collated["attention_mask"].tolist()
+    assert batch.targets["labels"].tolist() == collated["labels"].tolist()
 
 
 def test_a_target_ends_even_where_the_tokenizer_adds_nothing(tmp_path: Path) -> None:

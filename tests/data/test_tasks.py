@@ -34,7 +34,8 @@ def _check_batches(store: Store) -> None:
         seen = [padded_batch(split, batches.batch(step), store.pad_id) for step in range(0, len(batches), 7)]
         for k, batch in enumerate(seen):
             flat = packed_batch(split, batches.batch(7 * k))
-            assert batch.input_ids[batch.attention_mask.bool()].tolist() == flat.input_ids.tolist()
+            real = batch.inputs["attention_mask"].bool()
+            assert batch.inputs["input_ids"][real].tolist() == flat.inputs["input_ids"][0].tolist()
         assert sorted(batches.order.tolist()) == list(range(len(split)))
         assert len(split) == len(split.ids)
     report = describe(store)
@@ -117,7 +118,7 @@ def test_the_real_corpora(name: str, data_dir: Path, tokenizer_dir: Path) -> Non
     store = prepare(load_task(name, data_dir=data_dir), tokenizer=str(tokenizer_dir / "gpt2"))
     for split in store.splits.values():
         assert 3.5 < split.bytes / (len(split.tokens) - 1) < 5
-    assert Windows(store["train"], 512).batch(np.arange(3)).input_ids.shape == (3, 512)
+    assert Windows(store["train"], 512).batch(np.arange(3)).inputs["input_ids"].shape == (3, 512)
 
 
 def test_imdb_text_takes_the_unsupervised_part(data_dir: Path) -> None:

@@ -16,8 +16,8 @@ from oelm.bench.load import Load
 from oelm.bench.measure import TrainingArm
 from oelm.bench.trainer import gpt2_config
 from oelm.data import Store
+from oelm.data.assemble import Batch
 from oelm.data.tasks import make_objective
-from oelm.data.tasks.base import Batch
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.training.parallel import autocast_of
 from oelm.training.resolve import resolve_precision

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout, filled, packed_batch
+from oelm.data.assemble import Batch, Layout, filled, packed_batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
 from oelm.data.preparation import Lengths
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import PADDED, Array, Batch, Measured, Objective, Splits
+from oelm.data.tasks.base import PADDED, Array, Measured, Objective, Splits
 from oelm.data.tasks.texts import LabelledTexts, TextReader, gives_numbers
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
@@ -40,13 +40,7 @@ class ClassificationObjective(Objective):
         batch = packed_batch(self.store[split], items)
         if layout.round_widths and split == "train":
             batch = filled(batch, self.store.max_length, self.store.pad_id)
-        assert batch.labels is not None
-        inputs = {
-            "input_ids": batch.input_ids[None],
-            "position_ids": batch.position_ids[None],
-            "bounds": batch.cu_seqlens,
-        }
-        return Batch(batch.ids, inputs, {"labels": batch.labels}, self.tokens(split, items), batch.longest)
+        return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.arguments()).logits.float()

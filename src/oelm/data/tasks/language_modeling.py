@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Layout, Windows
+from oelm.data.assemble import Batch, Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
 from oelm.data.preparation import Lengths, progress
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
-from oelm.data.tasks.base import PADDED, Array, Baselines, Batch, Measured, Objective, Splits, TaskKind
+from oelm.data.tasks.base import PADDED, Array, Baselines, Measured, Objective, Splits, TaskKind
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
@@ -48,19 +48,10 @@ class LanguageObjective(Objective):
         return self.windows[split].groups()
 
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        batch = self.windows[split].batch(items)
-        inputs = {"input_ids": batch.input_ids}
-        return Batch(np.asarray(items), inputs, {"labels": batch.targets}, self.count(split, items))
-
-    def places(self, split: str, items: Array) -> tuple[Array, Array]:
-        windows = self.windows[split]
-        starts = np.asarray(items) * windows.size
-        return starts, np.minimum(starts + windows.size + 1, len(windows.split.tokens))
+        return self.windows[split].batch(items)
 
     def count(self, split: str, items: Array) -> int:
-        windows = self.windows[split]
-        first = np.asarray(items) * windows.size
-        return int(np.minimum(windows.size, len(windows.split.tokens) - 1 - first).sum())
+        return self.windows[split].count(items)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch, "sum", self.label_smoothing)

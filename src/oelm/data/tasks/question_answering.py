@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout
+from oelm.data.assemble import Batch, Layout
 from oelm.data.dataset import Dataset, Part
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     PADDED,
     Array,
-    Batch,
     Measured,
     Objective,
     Reader,

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
+from oelm.data.assemble import Batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Array, Batch, Measured, Objective, Splits
+from oelm.data.tasks.base import Array, Measured, Objective, Splits
 from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError

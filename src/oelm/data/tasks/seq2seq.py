@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
+from oelm.data.assemble import Batch
 from oelm.data.batches import Plan
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
@@ -28,7 +29,6 @@ from oelm.data.store import IGNORE, Split, Store, count_tokens
 from oelm.data.tasks.base import (
     Array,
     Baselines,
-    Batch,
     Columns,
     Measured,
     Objective,
@@ -56,9 +56,6 @@ class Seq2SeqObjective(Objective):
         """An item's tokens are those of its source and of its target."""
         part = self.store[split]
         return Plan(part.lengths + part.target_lengths, batch_size, batch_tokens, seed)
-
-    def tokens(self, split: str, items: Array) -> int:
-        return super().tokens(split, items) + self.count(split, items)
 
     def count(self, split: str, items: Array) -> int:
         return int(self.store[split].target_lengths[items].sum())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oelm.data.assemble import Batch
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import SPLITS, Dataset
@@ -17,7 +18,6 @@ from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     Array,
     Baselines,
-    Batch,
     Measured,
     Objective,
     Reader,
