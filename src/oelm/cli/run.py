@@ -318,7 +318,7 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
 
 def _cells(run: "RunStatus", with_task: bool) -> list[str]:
-    from oelm.training.display import duration
+    from oelm.system.progress import duration
 
     return [
         re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name),  # a study's runs end with their key

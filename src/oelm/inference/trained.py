@@ -1,5 +1,6 @@
 """Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
 from oelm.models.pretrained import load_as_saved, load_config
 from oelm.system.files import read_object
-from oelm.training.display import Display
+from oelm.system.progress import Display
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.parallel import autocast_of, process_state
@@ -132,12 +133,9 @@ class Trained:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
         precision, _ = resolve_precision("auto", self.device)
         layout = Layout(segments=takes_segments(self.model))
-        display = Display(split, 0, 0, show, unit="batch")
-        try:
+        with contextlib.closing(Display(split, 0, 0, show, unit="batch")) as display:
             autocast = autocast_of(precision, self.device)
             measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
-        finally:
-            display.close()
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import Notice, notice, read_notice
+from oelm.system.progress import Display, duration
 from oelm.training import results
 from oelm.training.checkpoint import Checkpoint, Checkpoints
-from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
 from oelm.training.resolve import ResolvedRun, objective_of
 from oelm.training.step import PlainStep, Watch, make_step

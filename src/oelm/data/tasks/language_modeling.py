@@ -4,6 +4,7 @@ A stream starts with the boundary token, so that the first real token is predict
 rows are documents, each ends with it. Boundaries have no bytes.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -19,7 +20,7 @@ from oelm.audit import unwrap
 from oelm.data.assemble import Batch, Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
-from oelm.data.preparation import Lengths, progress
+from oelm.data.preparation import Lengths
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
 from oelm.data.tasks.base import PADDED, Array, Baselines, Measured, Objective, Splits, TaskKind
@@ -27,6 +28,7 @@ from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
 from oelm.models.gpt import OelmGPTForCausalLM
+from oelm.system.progress import Display
 
 PIECE = 1 << 16  # characters tokenised as one string
 BLOCK = 1 << 20  # characters handed to the tokenizer at once: this bounds memory
@@ -104,10 +106,10 @@ class LanguageModeling(TaskKind):
                 split: _Stream(writer, encoder, boundary, dataset.separate)
                 for split, writer in writers.items()
             }
-            with progress(f"tokenising {dataset.name}", None, "rows", show) as advance:
-                for split, text in documents(dataset):
+            with contextlib.closing(Display(f"tokenising {dataset.name}", None, 0, show, "row")) as display:
+                for row, (split, text) in enumerate(documents(dataset), 1):
                     streams[split].add(text)
-                    advance(1)
+                    display.advance(row)
             splits = {split: stream.close() for split, stream in streams.items()}
         for split, meta in splits.items():
             if not meta["bytes"]:
