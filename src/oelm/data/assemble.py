@@ -22,6 +22,9 @@ class Layout:
     segments: bool = True  # the second text of a pair is marked
 
 
+PADDED = Layout()
+
+
 class Packing(NamedTuple):
     """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
 

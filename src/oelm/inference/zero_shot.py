@@ -24,7 +24,6 @@ from oelm.data.batches import fill_batches
 from oelm.data.preparation import split_chunks
 from oelm.data.tasks import task_kind
 from oelm.data.tasks.classification import classification_metrics
-from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
 from oelm.orthogonal import generator
@@ -109,7 +108,6 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
 
 def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
     """Accuracy and F1 under each score, beside those of the most frequent class."""
-    check_language_model(model, "--zero-shot")
     asker = _Asker(tokenizer, question, window)
     rows = [asker.ask(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
     sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
@@ -141,9 +139,14 @@ class _Asker:
         self.cut = 0
 
     def ask(self, texts: Mapping[str, str]) -> Row:
-        row = self._encoded(texts)
-        self.cut += _longest(row) > self.window
-        while (longest := _longest(row)) > self.window:
+        given = texts
+        while True:
+            prompt = self.question.template.format(**texts)
+            verbalised = [prompt + words for words in self.question.labels.values()]
+            alone, *whole = self.encoder.ids([prompt, *verbalised])
+            longest = len(self.before) + max(map(len, whole)) - 1  # the last token is predicted, not read
+            if longest <= self.window:
+                break
             field = max(texts, key=lambda name: len(texts[name]))
             if not texts[field]:
                 raise UserError(
@@ -152,24 +155,12 @@ class _Asker:
             # A little shorter than in proportion, so that few attempts are needed.
             keep = int(len(texts[field]) * self.window / longest * 0.98)
             texts = {**texts, field: texts[field][:keep]}
-            row = self._encoded(texts)
-        return row
-
-    def _encoded(self, texts: Mapping[str, str]) -> Row:
-        prompt = self.question.template.format(**texts)
-        alone, *whole = self.encoder.ids(
-            [prompt, *(prompt + words for words in self.question.labels.values())]
-        )
+        self.cut += texts is not given
         # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
         # with every verbaliser are its own, and all others are scored.
         alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(alone, *whole, strict=False))
-        shared = sum(1 for _ in alike)
-        start = len(self.before)
-        return [([*self.before, *ids], start + shared) for ids in whole]
-
-
-def _longest(row: Row) -> int:
-    return max(len(ids) for ids, _ in row) - 1  # the last token is predicted, not read
+        own = len(self.before) + sum(1 for _ in alike)
+        return [([*self.before, *ids], own) for ids in whole]
 
 
 @torch.no_grad()

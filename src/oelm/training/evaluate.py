@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oelm.data.assemble import Layout
-from oelm.data.tasks.base import PADDED, Measured, Objective
+from oelm.data.assemble import PADDED, Layout
+from oelm.data.tasks.base import Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray

@@ -63,7 +63,7 @@ def train(
             if state.is_main_process:
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
-            run = start_run(resolved, store, objective, folder, state, raw, report, show, stop)
+            run = start_run(resolved, objective, folder, state, raw, report, show, stop)
             stop.patient = True
             _run(run, resolved.plan)
             stop.patient = False
@@ -147,7 +147,7 @@ def _steps(run: Run, plan: Plan) -> None:
             elapsed = time.perf_counter() - started
             progress.train_time_s += elapsed
             if progress.step - steps >= timed_from:
-                run.record.step_times.append((elapsed / steps, steps))
+                run.step_times.append((elapsed / steps, steps))
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
@@ -198,7 +198,7 @@ def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
     """The error of a run whose numbers are not finite by the path that is left."""
     run.progress.step = step  # that far it got
     code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
-    last = run.record.checkpoints.last()
+    last = run.checkpoints.last()
     reason = notice(code, what=bad.what, step=step, items=bad.items, checkpoint=last)
     return RunError(reason, "diverged", notice("advice.lower_lr"))
 
@@ -207,8 +207,8 @@ def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
     progress = run.progress
     lr = learning_rate(run.resolved, progress.step - 1)
     run.display.note(loss=loss)
-    if run.record.log is not None:
-        run.record.log.add(
+    if run.log is not None:
+        run.log.add(
             kind="train", step=progress.step, of=run.resolved.total_steps, epoch=round(epoch, 4), loss=loss,
             lr=lr, grad_norm=float(norm), samples=progress.samples,
             train_time_s=round(progress.train_time_s, 3),
@@ -253,8 +253,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
         f"step {progress.step}/{run.resolved.total_steps}: {split} "
         + ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
     )
-    if run.record.log is not None:
-        run.record.log.add(kind="eval", **found)
+    if run.log is not None:
+        run.log.add(kind="eval", **found)
         results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
     _watch_chance(run, split, len(run.store[split]))
     return improved
@@ -287,14 +287,14 @@ def _save(run: Run) -> None:
     # The step before may have had a finite gradient and still thrown the weights out of range.
     spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
     if spoilt is not None:
-        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.record.checkpoints.last()}
+        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
         raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
     if run.main:
-        if run.record.log is not None:
-            run.record.log.sync()
-            run.progress.logged = run.record.log.lines
+        if run.log is not None:
+            run.log.sync()
+            run.progress.logged = run.log.lines
         state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
-        run.record.checkpoints.save(Checkpoint(model, moments, state))
+        run.checkpoints.save(Checkpoint(model, moments, state))
     run.state.wait_for_everyone()
 
 
@@ -303,7 +303,7 @@ def _finish(run: Run) -> dict[str, Any]:
     if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError(notice("run.no_evaluation"))
     best = run.progress.best["step"]
-    run.step.restore(run.record.checkpoints.load(best), moments=False)
+    run.step.restore(run.checkpoints.load(best), moments=False)
     training = run.config.training
     run.step.finish(best)
     checked = audit(run.step.raw, run.before)
@@ -315,9 +315,9 @@ def _finish(run: Run) -> dict[str, Any]:
     weights = full_state(run.step.raw) if training.test else {}
     if not run.main:
         return {}
-    folder = run.record.folder
+    folder = run.folder
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": run.before.to_dict()})
-    folder.write("timing_stats.json", results.timing(run.record.step_times, run.progress.eval_time_s))
+    folder.write("timing_stats.json", results.timing(run.step_times, run.progress.eval_time_s))
     final = results.completed(run, tested.metrics if tested else None)
     if tested:
         write_predictions(folder.path, tested.arrays)

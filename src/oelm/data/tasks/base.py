@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import Batch, Layout, pad_rows, padded_batch
+from oelm.data.assemble import PADDED, Batch, Layout, pad_rows, padded_batch
 from oelm.data.batches import Plan
 from oelm.data.catalogue import Task
 from oelm.data.dataset import SPLITS, Dataset
@@ -32,8 +32,6 @@ Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
 Splits = dict[str, dict[str, Any]]  # split -> metadata
 Columns = dict[str, str]  # role -> column
-
-PADDED = Layout()
 
 
 @dataclass

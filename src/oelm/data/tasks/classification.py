@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Batch, Layout, filled, packed_batch
+from oelm.data.assemble import PADDED, Array, Batch, Layout, filled, packed_batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
-from oelm.data.preparation import Lengths
+from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import PADDED, Array, Measured, Objective, Splits
+from oelm.data.tasks.base import Measured, Objective
 from oelm.data.tasks.texts import LabelledTexts, TextReader, gives_numbers
-from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 from oelm.system.messages import notice
 
@@ -150,17 +148,14 @@ class Classification(LabelledTexts):
         if missing:
             dataset.warnings.append(notice("data.no_label", split=split, labels=names))
 
-    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        classes = len(dataset.label_names)
-        dtype = np.uint8 if classes <= 1 << 8 else np.uint32
-        encoder = Encoder(tokenizer, lengths.text)
-        splits = self.write_texts(
-            dataset, encoder, folder, show, dtype, lambda rows: rows.part.labels[rows.numbers]
-        )
-        for split, meta in splits.items():
-            labels = np.load(folder / f"{split}.labels.npy")
-            meta["class_counts"] = np.bincount(labels, minlength=classes).tolist()
-        return splits
+    def labels(self, rows: Rows) -> Array:
+        return rows.part.labels[rows.numbers]
+
+    def dtype(self, dataset: Dataset) -> Any:
+        return np.uint8 if len(dataset.label_names) <= 1 << 8 else np.uint32
+
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        return {"class_counts": np.bincount(labels, minlength=len(dataset.label_names)).tolist()}
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         super().fit_model(model, store, name)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Batch, Layout, Windows
+from oelm.data.assemble import PADDED, Array, Batch, Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
 from oelm.data.preparation import Lengths
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
-from oelm.data.tasks.base import PADDED, Array, Baselines, Measured, Objective, Splits, TaskKind
+from oelm.data.tasks.base import Baselines, Measured, Objective, Splits, TaskKind
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError

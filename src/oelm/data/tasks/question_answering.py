@@ -17,21 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Batch, Layout
+from oelm.data.assemble import PADDED, Array, Batch, Layout
 from oelm.data.dataset import Dataset, Part
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    PADDED,
-    Array,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    pair_fault,
-    write_items,
-)
+from oelm.data.tasks.base import Measured, Objective, Reader, Splits, TaskKind, pair_fault, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 

@@ -6,7 +6,6 @@ config keeps (`label_mean`, `label_std`), so that predictions and RMSE are in th
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Batch
+from oelm.data.assemble import Array, Batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths
+from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Array, Measured, Objective, Splits
+from oelm.data.tasks.base import Measured, Objective
 from oelm.data.tasks.texts import LabelledTexts, TextReader
-from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
 
@@ -101,22 +99,17 @@ class Regression(LabelledTexts):
                         "remove the row"
                     )
 
-    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """A split's metadata has the labels' mean, deviation and range."""
-        encoder = Encoder(tokenizer, lengths.text)
-        splits = self.write_texts(
-            dataset, encoder, folder, show, np.float64,
-            lambda rows: np.array([_number(value) for value in rows.columns["label"]]),
-        )  # fmt: skip
-        for split, meta in splits.items():
-            values = np.load(folder / f"{split}.values.npy")
-            summary = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
-            meta |= {f"label_{name}": float(value) for name, value in summary.items()}
-        if not splits["train"]["label_std"] > 0:
-            raise UserError(
-                f"{dataset.name}: all training texts have the same label; there is nothing to learn"
-            )
-        return splits
+    def labels(self, rows: Rows) -> Array:
+        return np.array([_number(value) for value in rows.columns["label"]])
+
+    def dtype(self, dataset: Dataset) -> Any:
+        return np.float64
+
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        if split == "train" and not labels.std() > 0:
+            raise UserError(f"{dataset.name}: all training texts have the same label: nothing can be learned")
+        names = ("mean", "std", "min", "max")
+        return {f"label_{name}": float(getattr(labels, name)()) for name in names}
 
     def config_fields(self, store: Store) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}

@@ -21,13 +21,12 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Batch
+from oelm.data.assemble import Array, Batch
 from oelm.data.batches import Plan
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store, count_tokens
 from oelm.data.tasks.base import (
-    Array,
     Baselines,
     Columns,
     Measured,

@@ -1,17 +1,17 @@
 """Texts, or pairs of texts, with one label each: what classification and regression share."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from oelm.data.assemble import Array
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Rows
+from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Array, Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
+from oelm.data.tasks.base import Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
 from oelm.errors import UserError
@@ -56,29 +56,38 @@ class LabelledTexts(TaskKind):
             )
         return columns
 
-    def write_texts(
-        self,
-        dataset: Dataset,
-        encoder: Encoder,
-        folder: Path,
-        show: bool,
-        dtype: Any,
-        labels_of: Callable[[Rows], Array],
-    ) -> Splits:
-        pairs = "text_pair" in dataset.parts[0].columns
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        encoder, pairs = Encoder(tokenizer, lengths.text), "text_pair" in dataset.parts[0].columns
 
         def encode(rows: Rows) -> dict[str, Any]:
-            values: dict[str, Any] = {self.column: labels_of(rows), "bytes": rows.bytes("text", "text_pair")}
+            values: dict[str, Any] = {self.column: self.labels(rows)}
+            values["bytes"] = rows.bytes("text", "text_pair")
+            texts = rows.columns["text"]
             if pairs:
-                tokens, lengths, values["second"], cut = encoder.pairs(
-                    rows.columns["text"], rows.columns["text_pair"]
-                )
+                tokens, lengths, values["second"], cut = encoder.pairs(texts, rows.columns["text_pair"])
             else:
-                tokens, lengths, cut = encoder.texts(rows.columns["text"])
+                tokens, lengths, cut = encoder.texts(texts)
             return values | {"tokens": tokens, "lengths": lengths, "truncated": cut}
 
-        dtypes = {self.column: dtype} | ({"second": np.uint32} if pairs and encoder.typed else {})
-        return write_items(dataset, folder, encoder, dtypes, encode, show)
+        dtypes = {self.column: self.dtype(dataset)}
+        if pairs and encoder.typed:
+            dtypes["second"] = np.uint32
+        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        for split, meta in splits.items():
+            meta |= self.summary(dataset, split, np.load(folder / f"{split}.{self.column}.npy"))
+        return splits
+
+    @abstractmethod
+    def labels(self, rows: Rows) -> Array:
+        """What is written for these rows."""
+
+    @abstractmethod
+    def dtype(self, dataset: Dataset) -> Any:
+        """Of what is written."""
+
+    @abstractmethod
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        """What a split's metadata says of its labels."""
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         agree_on_padding(model, store.tokenizer())
@@ -98,9 +107,8 @@ class LabelledTexts(TaskKind):
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """A constant and, where scikit-learn is installed, linear models of words and pairs of words."""
         name, value = self.constant(store)
-        found = {
-            name: {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
-        }
+        constant = {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
+        found = {name: constant}
         if not have_sklearn():
             return found
         texts, labels = StoreTexts(store), getattr(store["train"], self.column)

@@ -9,22 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Batch
+from oelm.data.assemble import Array, Batch
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import SPLITS, Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    Array,
-    Baselines,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Measured, Objective, Reader, Splits, TaskKind, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
