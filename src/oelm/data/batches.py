@@ -129,11 +129,9 @@ class Plan:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a batch, on average."""
         return float(self.batch_tokens or (self.batch_size or 1) * self.lengths.mean())
 
     def steps(self, epochs: int) -> int:
-        """Steps of the first epochs together."""
         if self.batch_size is not None:
             return epochs * -(-len(self.lengths) // self.batch_size)
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))

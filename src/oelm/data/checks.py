@@ -46,7 +46,6 @@ def _describe_split(store: Store, split: Split) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text for a terminal."""
     tokenizer = report["tokenizer"]
     vocabulary = f"{tokenizer['name']} ({tokenizer['vocab_size']:,} tokens)"
     lines = [f"{report['task']} ({report['kind']}), tokenizer {vocabulary}"]

@@ -59,7 +59,6 @@ class Dataset:
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
 
     def fingerprint(self) -> dict[str, Any]:
-        """The data's part of a store's fingerprint."""
         sources = [
             {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
             for part in self.parts
@@ -73,7 +72,6 @@ class Dataset:
         return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
 
     def drop(self, part: Part, mask: Array, why: str) -> None:
-        """Take rows out and keep count."""
         mask = mask & (part.split != DROPPED)
         if mask.any():
             part.split[mask] = DROPPED

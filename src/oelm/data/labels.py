@@ -90,7 +90,6 @@ def _label_kind(value: Any, place: str, column: str) -> str:
 
 
 def all_whole(names: Iterable[str]) -> bool:
-    """Whether every name is a whole number."""
     return all(WHOLE.fullmatch(name) for name in names)
 
 

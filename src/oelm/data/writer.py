@@ -129,7 +129,15 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
         with lock_file(final.with_suffix(".lock"), wait=True):
             there, problem = _look_up(final)  # another process may have made it
             if there is None:
-                _make_beside(final, fingerprint, make)
+                with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
+                    meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
+                    write_json(beside / MANIFEST, seal(meta, beside))
+                    if final.exists() or final.is_symlink():
+                        aside = final.with_name(f"{final.name}.damaged")
+                        delete(aside)
+                        final.rename(aside)
+                    beside.rename(final)
+                    sync_folder(final.parent)
     except OSError as error:
         raise UserError(
             f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
@@ -148,18 +156,6 @@ def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
         return open_store(final), None
     except UserError as error:
         return None, error.notice
-
-
-def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> None:
-    with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
-        meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
-        write_json(beside / MANIFEST, seal(meta, beside))
-        if final.exists() or final.is_symlink():
-            aside = final.with_name(f"{final.name}.damaged")
-            delete(aside)
-            final.rename(aside)
-        beside.rename(final)
-        sync_folder(final.parent)
 
 
 def copy_store(store: Store, folder: Path) -> Store:

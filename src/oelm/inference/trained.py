@@ -159,7 +159,7 @@ class Trained:
         task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
         items = read_items(choice_of(task, None), split, limit, seed)
         question = make_question(template, labels, items.names, items.pairs)
-        return zero_shot(self.model, self.tokenizer, items, question, self.max_length) | {"split": split}
+        return zero_shot(self.model, self.tokenizer, items, *question, self.max_length) | {"split": split}
 
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:

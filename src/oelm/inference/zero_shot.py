@@ -34,16 +34,10 @@ FIELDS = ("text", "text_pair")
 NOTHING = "N/A"  # the text of a prompt without content
 
 
-@dataclass(frozen=True)
-class Question:
-    """The template, and the verbaliser of each class by the class's name."""
-
-    template: str
-    labels: dict[str, str]
-
-
-def make_question(template: str, labels: str | None, names: list[str], pairs: bool) -> Question:
-    """A question from command-line arguments. `labels` is `name=words,name=words`; None: " name" each."""
+def make_question(
+    template: str, labels: str | None, names: list[str], pairs: bool
+) -> tuple[str, dict[str, str]]:
+    """The template, and the verbaliser of each class by its name. `labels` is `name=words,name=words`; None: " name" each."""
     template = template.replace("\\n", "\n")
     try:
         used = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
@@ -54,13 +48,13 @@ def make_question(template: str, labels: str | None, names: list[str], pairs: bo
         wanted = " and ".join(f"{{{name}}}" for name in allowed)
         raise UserError(f"--template {template!r} must hold {wanted}, and no other field")
     if labels is None:
-        return Question(template, {name: f" {name}" for name in names})
+        return template, {name: f" {name}" for name in names}
     given = dict(part.partition("=")[::2] for part in labels.split(","))
     given = {name.strip(): words for name, words in given.items()}
     if set(given) != set(names) or not all(words.strip() for words in given.values()):
         wanted = ",".join(f"{name}= words" for name in names)
         raise UserError(f"--labels {labels!r} must give words for each class: {wanted!r}")
-    return Question(template, {name: given[name] for name in names})
+    return template, {name: given[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -106,9 +100,11 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
     return Items(dataset.name, kept, known, dataset.label_names, int(counts.argmax()))
 
 
-def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
+def zero_shot(
+    model: Any, tokenizer: Any, items: Items, template: str, labels: dict[str, str], window: int
+) -> dict[str, Any]:
     """Accuracy and F1 under each score, beside those of the most frequent class."""
-    asker = _Asker(tokenizer, question, window)
+    asker = _Asker(tokenizer, template, labels, window)
     rows = [asker.ask(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
     sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
     scores = {"sum": sums[1:], "mean": sums[1:] / counts[1:], "calibrated": sums[1:] - sums[0]}
@@ -117,8 +113,8 @@ def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, wind
     return {
         "task": items.task,
         "items": len(items.labels),
-        "template": question.template,
-        "labels": question.labels,
+        "template": template,
+        "labels": labels,
         "cut": asker.cut,
         "metrics": {
             name: classification_metrics(items.labels, values.argmax(1), n) for name, values in scores.items()
@@ -133,17 +129,17 @@ Row = list[tuple[list[int], int]]  # for each class its tokens, and how many of 
 class _Asker:
     """Prompts with verbalisers as token ids. The text is cut where they do not fit the model's window."""
 
-    def __init__(self, tokenizer: Any, question: Question, window: int) -> None:
-        self.encoder, self.question, self.window = Encoder(tokenizer, 1 << 30), question, window
+    def __init__(self, tokenizer: Any, template: str, labels: dict[str, str], window: int) -> None:
+        self.encoder, self.window = Encoder(tokenizer, 1 << 30), window
+        self.template, self.verbalisers = template, list(labels.values())
         self.before = self.encoder.single[0] or [boundary_id(tokenizer)]
         self.cut = 0
 
     def ask(self, texts: Mapping[str, str]) -> Row:
         given = texts
         while True:
-            prompt = self.question.template.format(**texts)
-            verbalised = [prompt + words for words in self.question.labels.values()]
-            alone, *whole = self.encoder.ids([prompt, *verbalised])
+            prompt = self.template.format(**texts)
+            alone, *whole = self.encoder.ids([prompt, *(prompt + words for words in self.verbalisers)])
             longest = len(self.before) + max(map(len, whole)) - 1  # the last token is predicted, not read
             if longest <= self.window:
                 break

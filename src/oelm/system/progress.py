@@ -27,8 +27,10 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
         elif self._line_is_due():
-            done = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
-            say(", ".join(filter(None, (done, self._rest(), f"{self.left(step)} left"))), err=True)
+            done, taken = step - self.start, time.monotonic() - self.began
+            left = duration(taken / done * (self.total - step)) if done and self.total else "?"
+            place = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
+            say(", ".join(filter(None, (place, self._rest(), f"{left} left"))), err=True)
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Between two steps."""
@@ -57,10 +59,6 @@ class Display:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.show:
             say(text, err=True)
-
-    def left(self, step: int) -> str:
-        done, taken = step - self.start, time.monotonic() - self.began
-        return duration(taken / done * (self.total - step)) if done and self.total else "?"
 
     def close(self) -> None:
         if self._bar is not None:

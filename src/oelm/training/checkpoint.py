@@ -110,8 +110,6 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.problems: list[Notice] = []  # broken checkpoints met while looking for a good one
@@ -185,7 +183,6 @@ class Checkpoints:
             self._prune(state)
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of this step, which must be there."""
         try:
             return read_checkpoint(self.folder / _name(step))
         except UserError as error:

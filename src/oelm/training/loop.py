@@ -111,10 +111,14 @@ def _run(run: Run, plan: Plan) -> None:
         except NotFinite as bad:
             step = run.progress.step + 1
             alone = run.state.num_processes == 1  # several processes would have to do it together
-            again = run.config.training.fallback and not run.step.plain and alone and bad.untouched
-            if not again:
-                raise _diverged(run, step, bad) from None
-            fall_back(run, step)
+            if run.config.training.fallback and not run.step.plain and alone and bad.untouched:
+                fall_back(run, step)
+                continue
+            run.progress.step = step  # that far it got
+            code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
+            known = {"what": bad.what, "items": bad.items, "checkpoint": run.checkpoints.last()}
+            reason = notice(code, step=step, **known)
+            raise RunError(reason, "diverged", notice("advice.lower_lr")) from None
 
 
 def _steps(run: Run, plan: Plan) -> None:
@@ -129,16 +133,13 @@ def _steps(run: Run, plan: Plan) -> None:
         recent.append(_step(run, batches, k))
         norm, tokens = recent[-1].norm, recent[-1].tokens
         last = progress.step == run.resolved.total_steps
-        due = last or (
-            progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
-        )
+        end = progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
+        due = last or end
         logs = progress.step % training.log_every == 0 or last
         saves = bool(training.save_every) and progress.step % training.save_every == 0
-        stops = (
-            run.stop.reason is not None
-            if run.state.num_processes == 1
-            else (logs and parallel.anyone(run.stop.reason is not None, run.state))
-        )
+        stops = run.stop.reason is not None
+        if run.state.num_processes > 1:
+            stops = logs and parallel.anyone(stops, run.state)
         if due or saves or stops:
             run.step.sync()  # here, where its time is training's
         if logs or due or saves or stops:
@@ -194,15 +195,6 @@ def _check_finite(run: Run, recent: list[Taken]) -> float:
     return parallel.total(value, run.state)
 
 
-def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
-    """The error of a run whose numbers are not finite by the path that is left."""
-    run.progress.step = step  # that far it got
-    code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
-    last = run.checkpoints.last()
-    reason = notice(code, what=bad.what, step=step, items=bad.items, checkpoint=last)
-    return RunError(reason, "diverged", notice("advice.lower_lr"))
-
-
 def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
     progress = run.progress
     lr = learning_rate(run.resolved, progress.step - 1)
@@ -237,11 +229,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
     brief = {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
     found = {"step": progress.step, "epoch": round(epoch, 4), "split": split, "metrics": brief}
     value = measured.metrics[metric]
-    improved = (
-        progress.best is None
-        or training.choose_on == "last"
-        or run.objective.better(value, progress.best["metrics"][metric])
-    )
+    better = progress.best is None or run.objective.better(value, progress.best["metrics"][metric])
+    improved = better or training.choose_on == "last"
     progress.final = found
     progress.stale = 0 if improved else progress.stale + 1
     if improved:
@@ -249,10 +238,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
     if training.early_stopping and progress.stale >= training.early_stopping:
         progress.stopped_early = True
     run.display.note(**{metric: value})
-    run.display.say(
-        f"step {progress.step}/{run.resolved.total_steps}: {split} "
-        + ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
-    )
+    numbers = ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
+    run.display.say(f"step {progress.step}/{run.resolved.total_steps}: {split} {numbers}")
     if run.log is not None:
         run.log.add(kind="eval", **found)
         results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
@@ -263,12 +250,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
 def _watch_chance(run: Run, split: str, n: int) -> None:
     """Flag a run that has learned no more than the majority class after a set share of its steps."""
     progress, training = run.progress, run.config.training
-    majority = run.objective.majority(split)
-    if (
-        majority is None
-        or progress.best is None
-        or progress.step < training.chance_after * run.resolved.total_steps
-    ):
+    majority, first_step = run.objective.majority(split), training.chance_after * run.resolved.total_steps
+    if majority is None or progress.best is None or progress.step < first_step:
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
     if level >= 1:  # so few items, or so large a majority, that nothing could be told apart

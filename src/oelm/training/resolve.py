@@ -90,7 +90,13 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     task, model = config.task, str(config.model.name)
     choice = choice_of(task, model)
     if model not in PRESETS:
-        _check_start(model)
+        try:
+            check_checkpoint(model)  # before any data is prepared
+        except UserError as error:
+            if Path(model).exists():
+                raise
+            hint = "without a network, name a folder that holds the model and its tokenizer with --model"
+            raise UserError(f"{str(error).rstrip('.')}; {hint}") from None
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
         check_prepared(store, task)
@@ -109,19 +115,6 @@ def model_folder(name: str) -> str:
     if not (run / "model" / "config.json").is_file():
         raise UserError(f"model {name!r} is a run that holds no model: let it finish, or name another")
     return str(run / "model")
-
-
-def _check_start(name: str) -> None:
-    """Refuse a model that cannot be had or used, before any data is prepared."""
-    try:
-        check_checkpoint(name)
-    except UserError as error:
-        if Path(name).exists():
-            raise
-        raise UserError(
-            f"{str(error).rstrip('.')}; without a network, name a folder that holds the model and its "
-            "tokenizer with --model"
-        ) from None
 
 
 def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:

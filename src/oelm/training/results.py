@@ -190,7 +190,6 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    """Accelerate's trackers by name."""
     started = []
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
@@ -220,9 +219,7 @@ def trained_card(run: "Run", results: dict[str, Any]) -> str:
     table = ""
     for metric, value in results["test"]["metrics"].items():
         if isinstance(value, int | float):
-            trivial = {
-                name: splits.get("test", {}).get(metric) for name, splits in results["references"].items()
-            }
+            trivial = {name: on.get("test", {}).get(metric) for name, on in results["references"].items()}
             beside = ", ".join(f"{name} {score:.4f}" for name, score in trivial.items() if score is not None)
             table += f"\n| {metric} | {value:.4f} | {beside} |"
     longest = run.config.task.max_length

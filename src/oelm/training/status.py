@@ -103,7 +103,6 @@ def tail(path: Path) -> list[dict[str, Any]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the run."""
     try:
         if (folder / "lock").exists():  # to ask for it would make it
             lock_file(folder / "lock").close()

@@ -104,7 +104,6 @@ class PlainStep:
         """Let the model's weights be up to date: before they are evaluated or saved."""
 
     def capture(self) -> tuple[Tensors, Tensors]:
-        """Every parameter, and every moment of those that have any, by name."""
         return capture(self.raw, self.optimizer, {})
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:

@@ -16,7 +16,7 @@ from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, m
 from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
 from oelm.data.tasks.base import Measured, Objective
-from oelm.data.tasks.texts import LabelledTexts, TextReader, gives_numbers
+from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.errors import UserError
 from oelm.system.messages import notice
 
@@ -67,10 +67,6 @@ class LabelReader(TextReader):
     """The most likely label of a text, or of a pair, its probability, and those of the others."""
 
     says = ("label", "score", "scores")
-
-    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
-        super().__init__(model, tokenizer, max_length)
-        _check_one_label(model)
 
     @torch.no_grad()
     def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -162,10 +158,6 @@ class Classification(LabelledTexts):
         if model.config.problem_type is not None:  # what it was for another task
             model.config.problem_type = "single_label_classification"
 
-    def check_model(self, model: Any, name: str, task: str) -> None:
-        super().check_model(model, name, task)
-        _check_one_label(model)
-
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
         scores = classification_metrics(split.labels, predictions, len(store.label_names))
         del scores["confusion"]
@@ -200,16 +192,3 @@ def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> d
         "f1_weighted": float((f1 * support).sum() / len(truth)),
         "confusion": confusion.tolist(),
     }
-
-
-def _check_one_label(model: Any) -> None:
-    """Refuse a model that gives a text a number, or several labels at once."""
-    if "SequenceClassification" not in type(model).__name__:
-        return
-    if gives_numbers(model):
-        raise UserError("this model gives a text a number (regression), not a label; fine-tune it for labels")
-    if model.config.problem_type == "multi_label_classification":
-        raise UserError(
-            "this model gives a text any number of labels (multi_label_classification), and here a text has "
-            "one; fine-tune it for that"
-        )

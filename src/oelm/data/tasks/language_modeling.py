@@ -140,12 +140,12 @@ class LanguageModeling(TaskKind):
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
         predicts for any size: every token but the boundary at the start of the stream."""
-        cost = unigram_cost(count_tokens(store["train"].tokens[1:], store.vocab_size))
-        found = {}
-        for split in splits:
-            counts = count_tokens(split.tokens[1:], store.vocab_size)
-            found[split.name] = language_metrics(float(counts @ cost), int(counts.sum()), split.bytes)
-        return {"unigram": found}
+        seen, vocabulary = store["train"].tokens[1:], store.vocab_size
+        return {
+            "unigram": {
+                split.name: unigram(seen, split.tokens[1:], vocabulary, split.bytes) for split in splits
+            }
+        }
 
 
 KIND = LanguageModeling()
@@ -170,9 +170,11 @@ def check_language_model(model: Any, option: str) -> None:
         raise UserError(f"{option} is for language models; a {type(model).__name__} does not continue texts")
 
 
-def unigram_cost(seen: Array) -> Array:
-    """Nats for each token, from how often each was seen; smoothed by adding one."""
-    return np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
+def unigram(seen: Array, tokens: Array, vocabulary: int, num_bytes: int) -> dict[str, float]:
+    """The metrics of predicting tokens from how often each was seen, smoothed by adding one."""
+    before, counts = count_tokens(seen, vocabulary), count_tokens(tokens, vocabulary)
+    cost = np.log(float(before.sum() + len(before))) - np.log(before + 1.0)
+    return language_metrics(float(counts @ cost), int(counts.sum()), num_bytes)
 
 
 def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:

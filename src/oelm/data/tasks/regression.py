@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from oelm.audit import unwrap
 from oelm.data.assemble import Array, Batch
-from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
@@ -39,7 +38,9 @@ class RegressionObjective(Objective):
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = model(**batch.inputs).logits.float().squeeze(-1)
-        return F.mse_loss(logits, standardised(model, batch), reduction="sum"), logits
+        mean, std = scale_of(model)
+        labels = ((batch.targets["labels"] - mean) / std).float()
+        return F.mse_loss(logits, labels, reduction="sum"), logits
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         scores = regression_metrics(arrays["labels"], arrays["predictions"])
@@ -53,21 +54,10 @@ def scale_of(model: nn.Module) -> tuple[float, float]:
     return float(getattr(config, "label_mean", 0.0)), float(getattr(config, "label_std", 1.0))
 
 
-def standardised(model: nn.Module, batch: Batch) -> Tensor:
-    """The labels of a batch as the model learns them."""
-    mean, std = scale_of(model)
-    return ((batch.targets["labels"] - mean) / std).float()
-
-
 class NumberReader(TextReader):
     """The number of a text, or of a pair."""
 
     says = ("value",)
-
-    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
-        super().__init__(model, tokenizer, max_length)
-        if (count := model.config.num_labels) != 1:
-            raise UserError(f"this model gives a text {count} numbers (regression), and here a text has one")
 
     @torch.no_grad()
     def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -85,9 +75,6 @@ class Regression(LabelledTexts):
     reader = NumberReader
     smooths = False
     column = "values"
-
-    def read_task(self, dataset: Dataset, task: Task) -> None:
-        self.read_file(dataset, 0)
 
     def read_file(self, dataset: Dataset, splits: int) -> None:
         for part in dataset.parts:
@@ -119,13 +106,6 @@ class Regression(LabelledTexts):
         model.config.problem_type = "regression"
         for key in ("label_mean", "label_std"):
             setattr(model.config, key, store["train"].meta[key])
-
-    def check_model(self, model: Any, name: str, task: str) -> None:
-        super().check_model(model, name, task)
-        if not self.fits(model):
-            raise UserError(
-                f"{name} does not give a text a number, which {task} asks for; fine-tune it for that"
-            )
 
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
         return regression_metrics(split.values, predictions)

@@ -25,7 +25,7 @@ from oelm.data.assemble import Array, Batch
 from oelm.data.batches import Plan
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
-from oelm.data.store import IGNORE, Split, Store, count_tokens
+from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     Baselines,
     Columns,
@@ -36,7 +36,7 @@ from oelm.data.tasks.base import (
     TaskKind,
     write_items,
 )
-from oelm.data.tasks.language_modeling import language_metrics, unigram_cost
+from oelm.data.tasks.language_modeling import language_metrics, unigram
 from oelm.data.tasks.question_answering import word_f1
 from oelm.data.tasks.token_classification import token_loss
 from oelm.data.tokenizer import Encoder, boundary_id
@@ -188,7 +188,6 @@ class Seq2Seq(TaskKind):
         ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
         common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
         found: Baselines = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
-        cost = unigram_cost(count_tokens(train.target_tokens, store.vocab_size))
         for split in splits:
             texts = split.right_texts().values()
             right = [record["target"] for record in texts]
@@ -198,9 +197,8 @@ class Seq2Seq(TaskKind):
             ):
                 scores = text_scores(right, written)
                 found[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
-            counts = count_tokens(split.target_tokens, store.vocab_size)
-            found["unigram"][split.name] = language_metrics(
-                float(counts @ cost), int(counts.sum()), split.meta["target_bytes"]
+            found["unigram"][split.name] = unigram(
+                train.target_tokens, split.target_tokens, store.vocab_size, split.meta["target_bytes"]
             )
         return found
 

@@ -21,9 +21,10 @@ from oelm.models.fit import agree_on_padding
 class TextReader(Reader):
     """Lines that are texts or, for a model of pairs, text, tab, text."""
 
-    @property
-    def pairs(self) -> bool:
-        return bool(getattr(self.model.config, "text_pairs", False))
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        super().__init__(model, tokenizer, max_length)
+        check_one_answer(model)
+        self.pairs = bool(getattr(model.config, "text_pairs", False))
 
     def problem(self, line: str) -> str:
         fault = pair_fault(line.split("\t")) if self.pairs else ""
@@ -92,6 +93,13 @@ class LabelledTexts(TaskKind):
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         agree_on_padding(model, store.tokenizer())
 
+    def check_model(self, model: Any, name: str, task: str) -> None:
+        super().check_model(model, name, task)
+        check_one_answer(model)
+        if not self.fits(model):
+            is_what = "gives a text a number" if gives_numbers(model) else f"is a {type(model).__name__}"
+            raise UserError(f"{name} {is_what}, and {task} needs a model that can {self.does}: fine-tune it")
+
     @abstractmethod
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
         """The metrics of predictions for all items of a split."""
@@ -132,3 +140,13 @@ class LabelledTexts(TaskKind):
 def gives_numbers(model: Any) -> bool:
     """Whether a model gives a text a number, not a class."""
     return bool(model.config.num_labels == 1 or model.config.problem_type == "regression")
+
+
+def check_one_answer(model: Any) -> None:
+    """Refuse a model that gives a text several labels or numbers at once."""
+    kind, outputs = model.config.problem_type, model.config.num_labels
+    if kind == "multi_label_classification" or (kind == "regression" and outputs > 1):
+        raise UserError(
+            f"this model gives a text {outputs} answers at once ({kind}), and here a text has one; "
+            "fine-tune it for that"
+        )
