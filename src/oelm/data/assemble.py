@@ -84,10 +84,8 @@ def _step(n: int) -> int:
 
 
 def filled(batch: Batch, longest: int, pad_id: int) -> Batch:
-    """The packed batch with tokens and texts added up to round sizes, so that few shapes occur.
-
-    What is added are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE.
-    """
+    """The packed batch with tokens and texts added up to round sizes, so that few shapes occur. What is added
+    are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE."""
     tokens, items = batch.tokens, len(batch.ids)
     extra = round_up(tokens) - tokens
     lengths = [longest] * (extra // longest) + ([extra % longest] if extra % longest else [])

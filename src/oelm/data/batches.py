@@ -37,10 +37,8 @@ class Epoch:
 
     def share(self, step: int, part: int, parts: int) -> Array:
         """One of `parts` disjoint shares of the batch, of equal size to one item and of similar lengths.
-
-        Processes and accumulation steps are both parts: process r of w, micro-step a of m is part
-        `a * w + r` of `w * m`.
-        """
+        Processes and accumulation steps are both parts: process r of w, micro-step a of m is part `a * w + r`
+        of `w * m`."""
         return self.batch(step)[part::parts]
 
 

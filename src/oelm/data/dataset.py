@@ -79,10 +79,8 @@ class Dataset:
 
 
 def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
-    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty.
-
-    With `whole_pairs` a pair is empty where one of its texts is.
-    """
+    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty. With
+    `whole_pairs` a pair is empty where one of its texts is."""
     kind = task_kind(dataset.kind)
     keys: list[int] = []
     groups: list[int] = []
@@ -215,11 +213,9 @@ def finish(dataset: Dataset) -> None:
 
 
 def take_stratified(keys: Array, labels: Array, size: int, seed: int) -> Array:
-    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows.
-
-    First one row of each class, so that no class is missing; then row number r of the n rows of its
-    class at the place (r + 1/2) / n. `keys` (one per text) and the seed decide r.
-    """
+    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows. First one
+    row of each class, so that no class is missing; then row number r of the n rows of its class at the place
+    (r + 1/2) / n. `keys` (one per text) and the seed decide r."""
     mixed = shuffle_keys(keys, seed)
     by_class = np.lexsort((mixed, labels))
     counts = np.bincount(labels)

@@ -114,11 +114,9 @@ def cache_dir(folder: str | Path | None = None) -> Path:
 
 
 def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> Store:
-    """The store of that fingerprint: the one that is there, or a new one, made once however many ask.
-
-    `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
-    it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again.
-    """
+    """The store of that fingerprint: the one that is there, or a new one, made once however many ask. `make`
+    fills an empty folder and returns the manifest. The folder gets its final name only when all of it is on
+    disk, so a store that can be seen is complete. One that is damaged is set aside and made again."""
     # The format is part of the name: a version of the package finds only stores that it can read.
     final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
     found, problem = _look_up(final)  # no lock: a read-only cache can be used

@@ -72,10 +72,8 @@ class Trained:
     ) -> Iterator[dict[str, Any]]:
         """For each line what this kind of model says: a label, a number, tags, an answer or a target; for an
         empty line nothing. Where the model reads pairs, or questions, a line is two texts with a tab between.
-
         Where a line cannot be read, all before it are answered first. In the end it is said how many lines
-        were empty, and how many too long.
-        """
+        were empty, and how many too long."""
         done = empty = 0
         agree_on_padding(self.model, self.tokenizer)
         reader = reader_of(self.model)(self.model, self.tokenizer, self.max_length)
@@ -150,10 +148,8 @@ class Trained:
         self, data: str, split: str, template: str, labels: str | None = None, limit: int | None = None,
         seed: int = 0, **columns: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """How a language model classifies texts it was never trained to classify: `zero_shot`.
-
-        `data` is a task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`).
-        """
+        """How a language model classifies texts it was never trained to classify: `zero_shot`. `data` is a
+        task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`)."""
         check_language_model(self.model, "--zero-shot")
         known = data in TASKS
         task = TaskConfig(name=data if known else None, data=None if known else data, **columns)

@@ -37,7 +37,7 @@ NOTHING = "N/A"  # the text of a prompt without content
 def make_question(
     template: str, labels: str | None, names: list[str], pairs: bool
 ) -> tuple[str, dict[str, str]]:
-    """The template, and the verbaliser of each class by its name. `labels` is `name=words,name=words`; None: " name" each."""
+    """The template, and each class's verbaliser. `labels` is `name=words,name=words`; None: " name" each."""
     template = template.replace("\\n", "\n")
     try:
         used = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}

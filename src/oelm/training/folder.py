@@ -31,11 +31,9 @@ class RunFolder:
         self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
-        """Take the folder for a run of this configuration on the data of this fingerprint.
-
-        It is new, or holds an unfinished run of the same. A folder that is not a run is never touched,
-        whatever `overwrite` says.
-        """
+        """Take the folder for a run of this configuration on the data of this fingerprint. It is new, or
+        holds an unfinished run of the same. A folder that is not a run is never touched, whatever `overwrite`
+        says."""
         config_file = self.path / "config.toml"
         check_name(self.path)
         self._check_kind()

@@ -177,10 +177,8 @@ KIND = Classification()
 
 
 def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> dict[str, Any]:
-    """Accuracy, F1 and the confusion matrix (rows = truth).
-
-    All `num_classes` classes count for `f1_macro`; one that is neither present nor predicted has F1 = 0.
-    """
+    """Accuracy, F1 and the confusion matrix (rows = truth). All `num_classes` classes count for `f1_macro`;
+    one that is neither present nor predicted has F1 = 0."""
     truth, predicted = np.asarray(labels, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
     confusion = np.bincount(truth * num_classes + predicted, minlength=num_classes**2)
     confusion = confusion.reshape(num_classes, num_classes)

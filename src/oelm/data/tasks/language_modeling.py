@@ -153,9 +153,7 @@ KIND = LanguageModeling()
 
 def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, float]:
     """Mean loss in nats, perplexity and bits per byte of `tokens` predictions that cover `num_bytes` of text.
-
-    Perplexity is inf where it does not fit a float (a loss above 709).
-    """
+    Perplexity is inf where it does not fit a float (a loss above 709)."""
     loss = float(nll_sum) / tokens
     try:
         perplexity = math.exp(loss)
@@ -197,10 +195,8 @@ def _choose(texts: list[str], held_out: dict[str, float]) -> list[str]:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in parts of at most `size` characters, cut before a space that starts a word.
-
-    Byte-level BPE never joins a word to what is before its space, so there the cut changes no token.
-    """
+    """A text in parts of at most `size` characters, cut before a space that starts a word. Byte-level BPE
+    never joins a word to what is before its space, so there the cut changes no token."""
     start = 0
     while len(text) - start > size:
         cut = start + size

@@ -157,10 +157,8 @@ KIND = QuestionAnswering()
 
 
 def answer_scores(right: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, Array]:
-    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers.
-
-    A question without right answers has the right answer "" (and only an empty one matches an empty one).
-    """
+    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers. A
+    question without right answers has the right answer "" (and only an empty one matches an empty one)."""
     exact, overlap = [], []
     for texts, answer in zip(right, predictions, strict=True):
         said = _answer_words(answer)

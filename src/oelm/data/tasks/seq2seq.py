@@ -158,10 +158,8 @@ class Seq2Seq(TaskKind):
         super().check_config(config, name)
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily.
-
-        What another task left behind (beams, a least length, forbidden repetitions) would be in the way.
-        """
+        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily. What
+        another task left behind (beams, a least length, forbidden repetitions) would be in the way."""
         start = model.config.decoder_start_token_id
         if start is None:
             raise UserError(
@@ -215,10 +213,8 @@ def writes_targets(model: Any) -> bool:
 
 
 def text_scores(right: Sequence[str], written: Sequence[str]) -> dict[str, Array]:
-    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur.
-
-    Spaces aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers.
-    """
+    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur. Spaces
+    aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers."""
     pairs = [*zip(right, written, strict=True)]
     return {
         "exact_match": np.array([float(plain_text(text) == plain_text(said)) for text, said in pairs]),
