@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -25,15 +25,20 @@ CHUNK_ROWS = 256
 class Source(ABC):
     """A table that can be read again and again in chunks, and has a digest of its content."""
 
-    name: str
+    def __init__(self, *paths: Path) -> None:
+        self.paths, self.name = paths, str(paths[0])
 
     @abstractmethod
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
         """The rows, in order; a column that is not there is refused with the names of those that are."""
 
-    @abstractmethod
     def digest(self) -> str:
-        """Changes whenever the content does."""
+        """Of the files' bytes, in this order."""
+        total = hashlib.sha256()
+        for path in self.paths:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest()
 
     def where(self, row: int) -> str:
         """How a message names a row (counted from 0 here, from 1 there, the header left out)."""
@@ -45,25 +50,7 @@ class Source(ABC):
                 raise UserError(f"{self.name} has no column {column!r}; it has: {', '.join(present)}")
 
 
-def content_digest(paths: Sequence[Path]) -> str:
-    """One digest of several files' bytes, in this order."""
-    total = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
-
-
-class FileSource(Source):
-    def __init__(self, *paths: Path) -> None:
-        self.paths = paths
-        self.name = str(paths[0])
-
-    def digest(self) -> str:
-        return content_digest(self.paths)
-
-
-class ParquetSource(FileSource):
+class ParquetSource(Source):
     """One table in one or more Parquet files."""
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
@@ -87,7 +74,7 @@ class ParquetSource(FileSource):
                 raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
 
 
-class TextSource(FileSource):
+class TextSource(Source):
     """A table of lines in UTF-8."""
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
@@ -176,7 +163,7 @@ class JsonlSource(TextSource):
         return record
 
 
-def open_file(path: str | Path) -> FileSource:
+def open_file(path: str | Path) -> Source:
     """The reader for a user's file, by its name."""
     path = Path(path)
     if path.is_dir():

@@ -154,7 +154,7 @@ class Trained:
         known = data in TASKS
         task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
         items = read_items(choice_of(task, None), split, limit, seed)
-        question = make_question(template, labels, items.names, items.pairs)
+        question = make_question(template, labels, items.names, "text_pair" in items.texts[0])
         return zero_shot(self.model, self.tokenizer, items, *question, self.max_length) | {"split": split}
 
     @torch.no_grad()

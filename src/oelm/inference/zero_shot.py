@@ -67,10 +67,6 @@ class Items:
     names: list[str]
     most_frequent: int
 
-    @property
-    def pairs(self) -> bool:
-        return FIELDS[1] in self.texts[0]
-
 
 def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
     """The texts of a split; with a limit, that many of them, drawn with the seed."""

@@ -36,7 +36,6 @@ class PlainStep:
     """A model, its optimizer and how they are used, on one process. Subclasses replace the `_` methods."""
 
     plain = True
-
     why_plain = "training.fast is off"
 
     def __init__(self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState) -> None:

@@ -93,24 +93,21 @@ class AnswerReader(Reader):
         for line in lines:  # a document may be many windows
             question, context = line.split("\t", 1)
             items = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
-            best: tuple[float, float, str] = (-np.inf, 0.0, "")
-            ends = np.cumsum(items["lengths"])
-            for first in range(0, len(ends), WINDOWS):
+            begins = np.cumsum(items["lengths"]) - items["lengths"]
+            found = []
+            for first in range(0, len(begins), WINDOWS):
                 part = slice(first, first + WINDOWS)
                 lengths, context_from = items["lengths"][part], items["context"][part]
-                begins = ends[part] - lengths
-                tokens = items["tokens"][begins[0] : begins[0] + lengths.sum()]
+                tokens = items["tokens"][begins[first] : begins[first] + lengths.sum()]
                 inputs = self.inputs(tokens, lengths, context_from)
-                out = self.model(**inputs)
                 starts = torch.from_numpy(context_from).to(self.model.device)
-                spans = best_spans(out, inputs["attention_mask"], starts)
-                score, probability, start, end = (values.cpu().numpy() for values in spans)
-                row = int(score.argmax())
-                if score[row] > best[0]:
-                    at = begins[row] + start[row], begins[row] + end[row]
-                    text = context[items["chars_from"][at[0]] : items["chars_to"][at[1]]].strip()
-                    best = float(score[row]), float(probability[row]), text
-            yield {"answer": best[2], "score": best[1]}
+                spans = best_spans(self.model(**inputs), inputs["attention_mask"], starts)
+                found.append([values.cpu().numpy() for values in spans])
+            score, probability, start, end = map(np.concatenate, zip(*found, strict=True))
+            best = int(score.argmax())
+            first, last = begins[best] + start[best], begins[best] + end[best]
+            answer = context[items["chars_from"][first] : items["chars_to"][last]].strip()
+            yield {"answer": answer, "score": float(probability[best])}
 
 
 class QuestionAnswering(TaskKind):
