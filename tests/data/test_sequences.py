@@ -13,7 +13,7 @@ from transformers import DataCollatorForSeq2Seq, MBartTokenizer
 from oelm.cli import main as cli
 from oelm.data import Choice, load_file, load_task, padded_batch, prepare
 from oelm.errors import UserError
-from tests.data.made import byte_pairs, parquet, sentence, unigram_pieces, write_csv, write_jsonl
+from tests.data.made import byte_pairs, parquet, sentence, split_sizes, unigram_pieces, write_csv, write_jsonl
 
 ENDS = {"t5": ([], [1]), "bart": ([0], [2])}  # what stands before and after a text
 
@@ -144,7 +144,7 @@ def test_half_a_pair_is_dropped_and_known_sources_are_counted(tmp_path: Path) ->
     test = pairs_file(tmp_path / "test.csv", [(rows[0][0], "another target"), ("a new source", "a target")])
     data = load_file(train, text="source", target="target", test_file=test)
     assert data.dropped == {"empty": 2}
-    assert data.sizes() == {"train": 53, "validation": 5, "test": 2}
+    assert split_sizes(data) == {"train": 53, "validation": 5, "test": 2}
     assert data.duplicates["train/test"] + data.duplicates["validation/test"] == 1
 
 

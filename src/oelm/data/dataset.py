@@ -66,11 +66,6 @@ class Dataset:
         about = {"version": VERSION, "kind": self.kind, "labels": self.label_names, "sources": sources}
         return about | self.identity
 
-    def sizes(self) -> dict[str, int]:
-        """Rows per split (not of a corpus, which is counted while it is written)."""
-        codes = joined(self.parts, "split")
-        return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
-
     def drop(self, part: Part, mask: Array, why: str) -> None:
         mask = mask & (part.split != DROPPED)
         if mask.any():

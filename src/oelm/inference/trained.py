@@ -137,7 +137,7 @@ class Trained:
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
-        """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
+        """How a language model continues the beginnings of a corpus's texts: `generation_quality`."""
         store = self.store(changes)
         if not task_kind(store.kind).stream:
             raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")

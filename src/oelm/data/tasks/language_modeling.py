@@ -141,11 +141,8 @@ class LanguageModeling(TaskKind):
         """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
         predicts for any size: every token but the boundary at the start of the stream."""
         seen, vocabulary = store["train"].tokens[1:], store.vocab_size
-        return {
-            "unigram": {
-                split.name: unigram(seen, split.tokens[1:], vocabulary, split.bytes) for split in splits
-            }
-        }
+        scores = {split.name: unigram(seen, split.tokens[1:], vocabulary, split.bytes) for split in splits}
+        return {"unigram": scores}
 
 
 KIND = LanguageModeling()
