@@ -11,6 +11,8 @@ import pyarrow.parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BartTokenizer, BertTokenizer, T5Tokenizer
 
+from oelm.data.dataset import SPLITS, Dataset, joined
+
 LEXICON = """the film was good bad very nice story about a dog and cat who run far away from home to see
 mountains rivers with friends because they love music dance food light dark cold warm rain"""
 WORDS = LEXICON.split()
@@ -86,3 +88,9 @@ def ciphers(path: Path, rows: int = 100, low: int = 2, high: int = 4, seed: int 
         source = [rng.choice(words) for _ in range(rng.randint(low, high))]
         lines[" ".join(source)] = " ".join(other[word] for word in source)
     return write_csv(path, ["source", "target"], [[*pair] for pair in lines.items()])
+
+
+def split_sizes(data: Dataset) -> dict[str, int]:
+    """Rows per split."""
+    codes = joined(data.parts, "split")
+    return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}

@@ -36,15 +36,15 @@ def test_unpacking_a_packed_batch_gives_the_items_back(
 ) -> None:
     train = stores[which]["train"]
     batch = packed_batch(train, items)
-    texts = torch.split(batch.input_ids, torch.diff(batch.cu_seqlens).tolist())
+    texts = torch.split(batch.inputs["input_ids"][0], torch.diff(batch.inputs["bounds"]).tolist())
     for item, tokens in zip(items, texts, strict=True):
         assert tokens.tolist() == train.tokens[train.offsets[item] : train.offsets[item + 1]].tolist()
-    assert batch.labels.tolist() == train.labels[items].tolist()
+    assert batch.targets["labels"].tolist() == train.labels[items].tolist()
     assert batch.ids.tolist() == train.ids[items].tolist()
     assert batch.longest == train.lengths[items].max()
-    starts = batch.cu_seqlens[:-1].tolist()
-    assert batch.position_ids[starts].tolist() == [0] * len(items)
-    assert int(batch.position_ids.max()) == batch.longest - 1
+    starts, positions = batch.inputs["bounds"][:-1].tolist(), batch.inputs["position_ids"][0]
+    assert positions[starts].tolist() == [0] * len(items)
+    assert int(positions.max()) == batch.longest - 1
 
 
 @given(picks)
@@ -61,8 +61,8 @@ def test_padded_batches_are_what_the_collator_makes(stores: dict[str, Store], it
         )  # fmt: skip
     expected = DataCollatorWithPadding(tokenizer)(features)
     batch = padded_batch(train, items, store.pad_id)
-    assert set(batch.inputs()) | {"labels"} == set(expected)
-    for name, value in (batch.inputs() | {"labels": batch.labels}).items():
+    assert batch.inputs.keys() | {"labels"} == set(expected)
+    for name, value in (batch.inputs | batch.targets).items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -78,7 +78,7 @@ def test_an_epoch_of_shares_holds_every_text_once(stores: dict[str, Store]) -> N
 
 
 def test_a_text_alone_has_no_segments(stores: dict[str, Store]) -> None:
-    assert "token_type_ids" not in padded_batch(stores["single"]["train"], np.arange(2), 0).inputs()
+    assert "token_type_ids" not in padded_batch(stores["single"]["train"], np.arange(2), 0).inputs
 
 
 @given(st.integers(1, 1 << 14))

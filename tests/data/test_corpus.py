@@ -102,9 +102,11 @@ def test_evaluation_windows_count_each_token_once(length: int, size: int, batch:
     seen: list[int] = []
     for step in range(len(batches)):
         found = windows.batch(batches.batch(step))
-        real = found.targets != IGNORE
-        assert (found.input_ids[real] + 1 == found.targets[real]).all()  # each target follows its input
-        seen += found.targets[real].tolist()
+        labels = found.targets["labels"]
+        real = labels != IGNORE
+        assert (found.inputs["input_ids"][real] + 1 == labels[real]).all()  # each target follows its input
+        assert found.tokens == real.sum()
+        seen += labels[real].tolist()
     assert sorted(seen) == list(range(1, length))
 
 
@@ -117,7 +119,7 @@ def test_training_windows_are_whole(length: int, size: int) -> None:
         return
     windows = Windows(split, size)  # type: ignore[arg-type]
     batch = windows.batch(np.arange(len(windows)))
-    assert batch.targets.flatten().tolist() == list(range(1, len(windows) * size + 1))
+    assert batch.targets["labels"].flatten().tolist() == list(range(1, len(windows) * size + 1))
 
 
 class _Stream:

@@ -55,6 +55,7 @@ def test_a_csv_of_many_rows_reads_as_pandas_reads_it(tmp_path: Path) -> None:
     [
         b"\xef\xbb\xbftext,label\r\none,a\r\ntwo,b\r\n",  # BOM and Windows line ends
         b"text,label\none,a\n\ntwo,b\n\n",  # blank lines
+        b"text\tlabel\none\ta\ntwo\tb",
         b"text;label\none;a\ntwo;b",  # semicolons, no last line end
         b'"text","label"\n"one",a\n"two","b"\n',
     ],
@@ -91,12 +92,15 @@ BAD: list[tuple[str, bytes, str]] = [
     ("x.csv", b"", r"x.csv is empty: the first line must name the columns"),
     ("x.csv", b"body,topic\none,a\n", r"x.csv has no column 'text'; it has: body, topic"),
     ("x.csv", b"text,text,label\na,b,c\n", r"x.csv has 2 columns named 'text'"),
-    ("x.csv", b"text\tlabel\na\tb\n", r"separated by tabs; name the file .tsv"),
-    ("x.csv", b"\xff\xfet\x00e\x00", r"x.csv is named .csv and its content is UTF-16"),
-    ("x.csv", b"PK\x03\x04rest", r"its content is a zip archive or an Excel workbook"),
-    ("x.csv", _parquet_bytes(), r"its content is Parquet"),
-    ("x.csv", b"\x1f\x8b\x08", r"its content is gzip"),
-    ("x.parquet", b"text,label\na,b\n", r"x.parquet is named .parquet and is not Parquet"),
+    ("x.csv", b"\xff\xfet\x00e\x00", r"x.csv, line 1: byte 0xff is not UTF-8"),
+    (
+        "x.csv",
+        b"PK\x03\x04\xfdrest",
+        r"byte 0xfd is not UTF-8; save .*it may be compressed, or a spread",
+    ),
+    ("x.csv", _parquet_bytes(), r"is not UTF-8"),
+    ("x.csv", b"\x1f\x8b\x08", r"line 1: byte 0x8b is not UTF-8"),
+    ("x.parquet", b"text,label\na,b\n", r"x.parquet cannot be read as Parquet"),
     ("x.parquet", b"PAR1 and then nothing", r"x.parquet cannot be read as Parquet"),
     ("x.parquet", _parquet_bytes(), r"x.parquet has no column 'label'; it has: text"),
     (

@@ -13,7 +13,7 @@ from transformers import DataCollatorForSeq2Seq, MBartTokenizer
 from oelm.cli import main as cli
 from oelm.data import Choice, load_file, load_task, padded_batch, prepare
 from oelm.errors import UserError
-from tests.data.made import byte_pairs, parquet, sentence, unigram_pieces, write_csv, write_jsonl
+from tests.data.made import byte_pairs, parquet, sentence, split_sizes, unigram_pieces, write_csv, write_jsonl
 
 ENDS = {"t5": ([], [1]), "bart": ([0], [2])}  # what stands before and after a text
 
@@ -77,10 +77,9 @@ def test_tokens_and_batches_are_those_of_hugging_face(tmp_path: Path, kind: str)
     batch = padded_batch(train, items, store.pad_id)
     features = [dict(zip(("input_ids", "labels"), item(train, at), strict=True)) for at in items]
     collated = DataCollatorForSeq2Seq(tokenizer, return_tensors="pt")(features)
-    assert batch.input_ids.tolist() == collated["input_ids"].tolist()
-    assert batch.attention_mask.tolist() == collated["attention_mask"].tolist()
-    assert batch.labels is not None
-    assert batch.labels.tolist() == collated["labels"].tolist()
+    assert batch.inputs["input_ids"].tolist() == collated["input_ids"].tolist()
+    assert batch.inputs["attention_mask"].tolist() == collated["attention_mask"].tolist()
+    assert batch.targets["labels"].tolist() == collated["labels"].tolist()
 
 
 def test_a_target_ends_even_where_the_tokenizer_adds_nothing(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_half_a_pair_is_dropped_and_known_sources_are_counted(tmp_path: Path) ->
     test = pairs_file(tmp_path / "test.csv", [(rows[0][0], "another target"), ("a new source", "a target")])
     data = load_file(train, text="source", target="target", test_file=test)
     assert data.dropped == {"empty": 2}
-    assert data.sizes() == {"train": 53, "validation": 5, "test": 2}
+    assert split_sizes(data) == {"train": 53, "validation": 5, "test": 2}
     assert data.duplicates["train/test"] + data.duplicates["validation/test"] == 1
 
 

@@ -61,7 +61,7 @@ batches = Plan(train.lengths, batch_size=4, seed=0).epoch(0)
 seen = sorted(int(i) for step in range(len(batches)) for i in packed_batch(train, batches.batch(step)).ids)
 assert seen == sorted(train.ids.tolist())
 batch = padded_batch(train, batches.batch(0), store.pad_id)
-print(len(store.tokenizer()), store.label_names, batch.labels.shape)
+print(len(store.tokenizer()), store.label_names, batch.targets["labels"].shape)
 """
 
 

@@ -30,9 +30,8 @@ def test_tags_stand_on_the_first_token_of_each_word(tmp_path: Path, bert: Any, b
     assert store.label_names == TAGS
     train = store["train"]
     batch = padded_batch(train, np.arange(len(train)), store.pad_id)
-    assert batch.labels is not None
     cut = 0
-    for row, ids, found in zip(batch.ids, batch.input_ids, batch.labels, strict=True):
+    for row, ids, found in zip(batch.ids, batch.inputs["input_ids"], batch.targets["labels"], strict=True):
         one = bert(words[row], is_split_into_words=True, truncation=True, max_length=24)
         assert ids[: len(one["input_ids"])].tolist() == one["input_ids"]
         expected, before = [], None
@@ -120,8 +119,7 @@ def test_every_answer_can_be_read_back_from_its_place(
     assert found == {row: {made["answers"][row]["text"][0]} for row in range(40)}
     assert test.lengths.max() <= 96
     batch = padded_batch(test, np.arange(4), store.pad_id)
-    assert batch.start_positions is not None
-    assert batch.start_positions.tolist() == starts[:4].tolist()
+    assert batch.targets["start"].tolist() == starts[:4].tolist()
 
 
 def test_bert_windows_are_those_of_hugging_face(tmp_path: Path, bert: Any, bert_folder: str) -> None:

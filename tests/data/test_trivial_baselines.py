@@ -145,7 +145,7 @@ def test_the_unigram_reference_counts_what_an_evaluation_counts(tmp_path: Path, 
     total = train.total() + store.vocab_size
     scores = trivial_baselines(store)["unigram"]["test"]
     windows = Windows(store["test"], size, whole=False)
-    targets = windows.batch(np.arange(len(windows))).targets.numpy()
+    targets = windows.batch(np.arange(len(windows))).targets["labels"].numpy()
     costs = [-math.log((train[token] + 1) / total) for token in targets[targets >= 0].tolist()]
     assert scores["loss"] == pytest.approx(np.mean(costs))
     assert scores["perplexity"] == pytest.approx(math.exp(np.mean(costs)))

@@ -95,7 +95,7 @@ def test_a_long_text_loses_its_end_and_never_the_template(models, tmp_path):
     from oelm.inference.zero_shot import _Asker
 
     trained = Trained(models["gpt2"])
-    asker = _Asker(trained.tokenizer, make_question(TEMPLATE, None, ["no", "yes"], False), WINDOW)
+    asker = _Asker(trained.tokenizer, *make_question(TEMPLATE, None, ["no", "yes"], False), WINDOW)
     for ids, start in asker.ask({"text": rows[0][0]}):
         text = trained.tokenizer.decode(ids[1:])
         assert text.startswith(rows[0][0][:40]) and " It was " in text

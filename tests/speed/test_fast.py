@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oelm.bench.load import made_stream, made_texts
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
 from oelm.data.assemble import Layout, filled, round_up, round_width
@@ -25,7 +24,7 @@ from oelm.training import parallel
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
-from oelm.training.step import AHEAD, PlainStep, make_step
+from oelm.training.step import PlainStep, make_step
 from tests.training.runs import make_store
 
 GPU = torch.device("cuda")
@@ -71,17 +70,18 @@ def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items)
     split = store["train"]
     plain = packed_batch(split, np.array(items))
     batch = filled(plain, store.max_length, store.pad_id)
-    n, texts = len(plain.input_ids), len(items)
-    assert len(batch.input_ids) == len(batch.position_ids) == round_up(n) == batch.cu_seqlens[-1]
-    assert torch.equal(batch.input_ids[:n], plain.input_ids)
-    assert (batch.input_ids[n:] == store.pad_id).all()
-    assert torch.equal(batch.cu_seqlens[: texts + 1], plain.cu_seqlens)
-    assert torch.equal(batch.labels[:texts], plain.labels) and (batch.labels[texts:] == IGNORE).all()
-    lengths = batch.cu_seqlens.diff()
+    n, texts = plain.tokens, len(items)
+    ids, positions, bounds = (batch.inputs[name] for name in ("input_ids", "position_ids", "bounds"))
+    labels = batch.targets["labels"]
+    assert ids.shape == positions.shape == (1, round_up(n)) and bounds[-1] == round_up(n)
+    assert torch.equal(ids[:, :n], plain.inputs["input_ids"]) and (ids[:, n:] == store.pad_id).all()
+    assert torch.equal(bounds[: texts + 1], plain.inputs["bounds"])
+    assert torch.equal(labels[:texts], plain.targets["labels"]) and (labels[texts:] == IGNORE).all()
+    lengths = bounds.diff()
     assert (lengths >= 0).all() and lengths.max() <= batch.longest == store.max_length
     expected = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    assert torch.equal(batch.position_ids, expected)
-    assert len(batch.labels) == len(lengths)
+    assert torch.equal(positions[0], expected)
+    assert len(labels) == len(lengths)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -309,32 +309,3 @@ def test_an_optimizer_that_is_not_fused_is_clipped_before(store):
             step.take(k, batches, k)
         weights.append(model.classifier.weight.detach().clone())
     torch.testing.assert_close(*weights)
-
-
-@pytest.mark.parametrize("kind", ["texts", "stream"])
-def test_data_too_large_for_memory_is_asked_for_some_steps_ahead(kind, monkeypatch):
-    store = (
-        made_texts("made", [5, 9, 32, 2] * 20, 300, 32) if kind == "texts" else made_stream(32 * 60, 300, 32)
-    )
-    settings = config(batch_size=4, steps=100)
-    task = make_objective(store, 32, 0.0, "none")
-    model, _ = build_model(settings, store)
-    assert not made(make_step, settings, task, model).reads_ahead
-    monkeypatch.setattr("oelm.data.read_ahead.SHARE", 1 << 60)
-    step = made(make_step, settings, task, model)
-    assert step.reads_ahead
-    asked = []
-    ask = lambda tokens, *ends: asked.append((tokens, *ends))  # noqa: E731
-    monkeypatch.setattr("oelm.data.tasks.base.read_ahead", ask)
-    batches = task.plan("train", 4, None, 1).epoch(0)
-    for k in range(len(batches)):
-        step.take(k, batches, k)
-    assert len(asked) == len(batches) - AHEAD
-    for k, (tokens, starts, ends) in enumerate(asked):
-        batch = task.batch("train", batches.batch(k + AHEAD))
-        found = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
-        rows = batch.inputs["input_ids"].tolist()
-        if kind == "texts":  # padded, in the order of the batch
-            assert [row[: len(text)] for row, text in zip(rows, found, strict=True)] == found
-        else:  # a window and the token after it
-            assert [text[:-1] for text in found] == rows

@@ -114,12 +114,6 @@ def test_there_are_none_where_steps_need_too_many_rows(store, tmp_path, opened):
     assert not opened
 
 
-def test_there_are_none_where_tokens_do_not_fit_into_memory(store, tmp_path, opened, monkeypatch):
-    monkeypatch.setattr("oelm.training.step.read_whole", lambda _: False)
-    train(config(steps=3, save_every=0), store, tmp_path / "run", show=False)
-    assert not opened
-
-
 def test_missed_steps_are_training_and_their_time_is_counted(store, tmp_path, monkeypatch):
     """Whatever wants the embedding as a whole finds nothing left to do."""
     found = []

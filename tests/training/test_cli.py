@@ -134,7 +134,7 @@ def test_a_saved_model_reads_as_far_as_its_run_did(run, world):
 
 
 def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
-    monkeypatch.setattr("oelm.training.display.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("oelm.system.progress.QUIET_SECONDS", 0.0)
     code, out, err = oelm_cli("evaluate", run, "--split", "validation")
     assert "validation: batch 0/" in err
     best = json.loads((run / "results.json").read_text())["best"]["metrics"]

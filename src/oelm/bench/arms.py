@@ -27,8 +27,8 @@ from transformers import (
 from oelm.bench.load import Case, Load, padding_tokenizer
 from oelm.bench.measure import Arm, TrainingArm, Window, held_bytes, now
 from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
+from oelm.data.assemble import Batch
 from oelm.data.tasks import make_objective
-from oelm.data.tasks.base import Batch
 from oelm.models.build import build_model
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.training.parallel import autocast_of, process_state

@@ -271,21 +271,20 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Which runs there are, how far they are, the time left, and the GPUs' load.
+    """Which runs there are, how far they are, and the time left.
 
     Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
     """
-    from oelm.training.status import find_runs, gpu_load, run_status
+    from oelm.training.status import find_runs, run_status
 
     roots = folders or [Path("runs")]
     if as_json:
-        say(json.dumps([run_status(folder).to_dict() for folder in find_runs(roots)]))
+        say(json.dumps([vars(run_status(folder)) for folder in find_runs(roots)]))
         return
-    from rich.console import Group
     from rich.live import Live
 
     def picture() -> Any:
-        return Group(status_table([run_status(f) for f in find_runs(roots)]), *gpu_load())
+        return status_table([run_status(f) for f in find_runs(roots)])
 
     screen = console()
     if not watch:
@@ -335,7 +334,7 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
 
 def _cells(run: "RunStatus", with_task: bool) -> list[str]:
-    from oelm.training.display import duration
+    from oelm.system.progress import duration
 
     return [
         re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name),  # a study's runs end with their key

@@ -162,7 +162,7 @@ def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings
     from oelm.study.folder import StudyFolder
-    from oelm.training.display import duration
+    from oelm.system.progress import duration
 
     table = study.table
     settings = prepare_settings(study)

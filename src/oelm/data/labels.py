@@ -29,11 +29,6 @@ def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> n
                 f"{source.where(row)}: label {value!r} is not 0 to {len(names) - 1} ({', '.join(names)})"
             )
         found[row] = value
-    if len(found) and (found == UNLABELLED).all():
-        raise UserError(
-            f"{source.name}: every label is -1, the mark of hidden labels (GLUE's test splits); "
-            "use a split that has labels"
-        )
     return found
 
 
@@ -64,16 +59,10 @@ def user_labels(values: list[Any], source: Source, column: str, as_names: bool =
     except InvalidOperation:
         return names
     for row, number in enumerate(given):  # numbers throughout: a fraction was measured
-        if not number.is_finite():
-            if numbers:
-                place = source.where(row)
-                raise UserError(
-                    f"{place}: label {values[row]} in column {column!r} is not a number that names a class"
-                )
-        elif number != number.to_integral_value():
+        if number != number.to_integral_value() if number.is_finite() else numbers:
             raise UserError(
-                f"{source.where(row)}: label {values[row]!r} in column {column!r} is a fraction, not a class"
-                "; numbers are learned with --kind regression (task.kind)"
+                f"{source.where(row)}: label {values[row]!r} in column {column!r} is not a whole number, so "
+                "not a class; such numbers are learned with --kind regression (task.kind)"
             )
     return [str(int(value)) for value in values] if numbers else names
 
@@ -84,17 +73,13 @@ def _label_kind(value: Any, place: str, column: str) -> str:
     missing = value is None or (isinstance(value, float) and math.isnan(value))
     if missing or (text is not None and text.lower() in ("", "nan")):
         raise UserError(f"{place}: the label is missing; fill it in or remove the row")
-    if isinstance(value, list | tuple | dict | set):
+    looks_like_a_list = text is not None and text.startswith("[") and text.endswith("]")
+    if looks_like_a_list or isinstance(value, list | tuple | dict | set):
         raise UserError(
-            f"{place}: label column {column!r} holds a list; multi-label tasks are not supported, "
-            "only one class per text"
+            f"{place}: label {str(value)[:40]!r} in column {column!r} is a list; multi-label tasks are not "
+            "supported, only one class per text"
         )
     if text is not None:
-        if text.startswith("[") and text.endswith("]"):
-            raise UserError(
-                f"{place}: label {text[:40]!r} looks like a list; multi-label tasks are not supported, "
-                "only one class per text"
-            )
         return "a string"
     if not isinstance(value, int | float | Decimal):
         raise UserError(
@@ -105,7 +90,6 @@ def _label_kind(value: Any, place: str, column: str) -> str:
 
 
 def all_whole(names: Iterable[str]) -> bool:
-    """Whether every name is a whole number."""
     return all(WHOLE.fullmatch(name) for name in names)
 
 

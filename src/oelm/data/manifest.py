@@ -5,6 +5,7 @@ or class name is found when a process first opens the dataset. SHA-256 is the fa
 processor knows it, as most do: benchmarks/data.json has the time it takes.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -20,8 +21,6 @@ FORMAT = 3
 MANIFEST = "store.json"
 AGAIN = "prepare the data again"
 
-_verified: set[tuple[Any, ...]] = set()  # what this process has checked, with the sizes and times it then had
-
 
 class Damaged(UserError):
     """A prepared dataset that cannot be used and can be made again."""
@@ -34,7 +33,7 @@ class Damaged(UserError):
 def seal(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The manifest with the checksums of the folder's files and its own."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    meta = meta | {"checksums": {str(path.relative_to(folder)): _sha256(path) for path in files}}
+    meta = meta | {"checksums": {str(path.relative_to(folder)): sha256(path) for path in files}}
     return meta | {"digest": digest(meta)}
 
 
@@ -51,24 +50,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(notice("file.other_format", path=folder, found=found, known=FORMAT))
     if meta.get("digest") != digest(meta):
         raise Damaged(notice("file.changed", path=path))
-    _verify(folder, meta["checksums"])
+    checksums = meta["checksums"].items()
+    _verify(folder, tuple((name, sums, _state(folder / name)) for name, sums in checksums))
     return meta
 
 
-def _verify(folder: Path, checksums: dict[str, str]) -> None:
-    """Compare every file with its checksum; once in a process, unless a size or a time has changed."""
-    now = [_state(folder / name) for name in checksums]
-    key = (str(folder.resolve()), tuple(checksums.items()), *now)
-    if key in _verified:
-        return
-    for name, recorded in checksums.items():
+@functools.cache
+def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> None:
+    """Compare every file with its checksum; once in a process, unless its state has changed."""
+    for name, recorded, _ in files:
         try:
-            found = _sha256(folder / name)
+            found = sha256(folder / name)
         except OSError as error:
             raise Damaged(notice("file.unreadable", path=folder / name, error=error.strerror)) from None
         if found != recorded:
             raise Damaged(notice("file.changed", path=folder / name))
-    _verified.add(key)
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -87,6 +83,6 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +22,8 @@ from oelm.data.writer import cache_dir, cached_store
 from oelm.errors import UserError
 from oelm.system.files import folder_name
 from oelm.system.messages import notice
-from oelm.system.terminal import console, say
+from oelm.system.progress import Display
 
-QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal; short work prints none
 VERSION = 1  # of what the encoders write: part of every fingerprint
 
 
@@ -90,7 +87,8 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
     """All rows that belong to a split, in the order of the sources."""
     counted = dict.fromkeys(SPLITS, 0)
     total = sum(len(part.split) for part in dataset.parts)
-    with progress(f"tokenising {dataset.name}", total, "rows", show) as advance:
+    done = 0
+    with contextlib.closing(Display(f"tokenising {dataset.name}", total, 0, show, "row")) as display:
         for part in dataset.parts:
             for first, chunk in part.rows():
                 for role in chunk.keys() & {"text", "text_pair", "question", "context", "target"}:
@@ -103,7 +101,8 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
                         picked = {role: [values[i] for i in places] for role, values in chunk.items()}
                         rows = first + places
                         yield Rows(part, split, rows, counted[part.role] + rows, picked)
-                advance(size)
+                done += size
+                display.advance(done)
             counted[part.role] += len(part.split)
 
 
@@ -186,37 +185,3 @@ class Choice:
         tokenizer = self.tokenizer or ("gpt2" if self.data in TASKS else "train:8192")
         lengths: dict[str, Any] = {"max_length": self.max_length, "max_target_length": self.max_target_length}
         return prepare(self.load(), tokenizer=tokenizer, **lengths, cache=cache, show_progress=show_progress)
-
-
-@contextlib.contextmanager
-def progress(label: str, total: int | None, unit: str, show: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`; `total` is None where nobody can know it."""
-    if not show:
-        yield lambda n: None
-    elif not sys.stderr.isatty():
-        yield _lines(label, total, unit)
-    else:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        text = TextColumn("{task.description}", markup=False)
-        with Progress(text, *columns, console=console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda n: bar.advance(task, n)
-
-
-def _lines(label: str, total: int | None, unit: str) -> Callable[[int], None]:
-    started = last = time.monotonic()
-    done = 0
-
-    def advance(n: int) -> None:
-        nonlocal done, last
-        done += n
-        now = time.monotonic()
-        if now - last >= QUIET_SECONDS:
-            last = now
-            rate = done / (now - started)
-            of, left = (f" of {total:,}", f", {(total - done) / rate:.0f} s left") if total else ("", "")
-            say(f"{label}: {done:,}{of} {unit}, {rate:,.0f} a second{left}", err=True)
-
-    return advance

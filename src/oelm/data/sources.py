@@ -9,7 +9,7 @@ from typing import Any
 from oelm.data import dataset as data
 from oelm.data.catalogue import HELD_OUT, Task, get_task
 from oelm.data.dataset import HOLD_OUT_SEED, Dataset, Part
-from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, content_digest, open_file
+from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, open_file
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 from oelm.system.library_errors import first_line
@@ -21,16 +21,13 @@ class HubSource(Source):
     """One split of a data set loaded with `datasets`, read through its arrow table."""
 
     def __init__(self, name: str, table: Any) -> None:
-        self.name = name
-        self.table = table
+        self.name, self.table = name, table
+        self.paths = tuple(Path(file["filename"]) for file in table.cache_files)
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
         self._require(self.table.column_names, columns)
         for batch in self.table.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS):
             yield batch.to_pydict()
-
-    def digest(self) -> str:
-        return content_digest([Path(file["filename"]) for file in self.table.cache_files])
 
 
 def _source(task: Task, split: str, data_dir: Path | None) -> Source:
@@ -42,8 +39,6 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
             paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
         if not paths:
             raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
-        for path in paths:
-            open_file(path)  # refuses what is not Parquet
         return ParquetSource(*paths)
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")

@@ -128,7 +128,6 @@ class Store:
 
 
 def count_tokens(tokens: Array, vocabulary: int) -> Array:
-    """How often each token of the vocabulary occurs."""
     counts = np.zeros(vocabulary, dtype=np.int64)
     for start in range(0, len(tokens), COUNTED):
         counts += np.bincount(tokens[start : start + COUNTED], minlength=vocabulary)

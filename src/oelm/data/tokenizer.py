@@ -121,12 +121,10 @@ def _target_template(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 class Encoder:
-    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library).
-
-    With `target=True` they are texts that a model must write, and get a target's special tokens. Uses the
+    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library). With
+    `target=True` they are texts that a model must write, and get a target's special tokens. Uses the
     tokenizer's own backend (a copy of GPT-2's takes 40 MB), and sets what a call of the tokenizer itself
-    would set anew.
-    """
+    would set anew."""
 
     def __init__(self, tokenizer: Any, max_length: int, target: bool = False) -> None:
         self._backend = tokenizer.backend_tokenizer

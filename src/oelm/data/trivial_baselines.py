@@ -39,12 +39,10 @@ Baselines = dict[str, dict[str, dict[str, Any]]]
 
 
 def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test")) -> Baselines:
-    """Baseline -> split -> metrics, by the names of the task kind's metrics.
-
-    Texts are what the prepared dataset holds: cut at its max_length, as the model sees them. The linear ones
-    carry `trained_on`, the number of training texts they saw, and are left out where scikit-learn is missing
-    or nothing can be learned: no words, or one class only.
-    """
+    """Baseline -> split -> metrics, by the names of the task kind's metrics. Texts are what the prepared
+    dataset holds: cut at its max_length, as the model sees them. The linear ones carry `trained_on`, the
+    number of training texts they saw, and are left out where scikit-learn is missing or nothing can be
+    learned: no words, or one class only."""
     wanted = [store[name] for name in splits]
     known = _read_cache(store)
     if known is None:

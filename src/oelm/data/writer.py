@@ -114,11 +114,9 @@ def cache_dir(folder: str | Path | None = None) -> Path:
 
 
 def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> Store:
-    """The store of that fingerprint: the one that is there, or a new one, made once however many ask.
-
-    `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of
-    it is on disk, so a store that can be seen is complete. One that is damaged is set aside and made again.
-    """
+    """The store of that fingerprint: the one that is there, or a new one, made once however many ask. `make`
+    fills an empty folder and returns the manifest. The folder gets its final name only when all of it is on
+    disk, so a store that can be seen is complete. One that is damaged is set aside and made again."""
     # The format is part of the name: a version of the package finds only stores that it can read.
     final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
     found, problem = _look_up(final)  # no lock: a read-only cache can be used
@@ -129,7 +127,15 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
         with lock_file(final.with_suffix(".lock"), wait=True):
             there, problem = _look_up(final)  # another process may have made it
             if there is None:
-                _make_beside(final, fingerprint, make)
+                with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
+                    meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
+                    write_json(beside / MANIFEST, seal(meta, beside))
+                    if final.exists() or final.is_symlink():
+                        aside = final.with_name(f"{final.name}.damaged")
+                        delete(aside)
+                        final.rename(aside)
+                    beside.rename(final)
+                    sync_folder(final.parent)
     except OSError as error:
         raise UserError(
             f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
@@ -148,18 +154,6 @@ def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
         return open_store(final), None
     except UserError as error:
         return None, error.notice
-
-
-def _make_beside(final: Path, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> None:
-    with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
-        meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
-        write_json(beside / MANIFEST, seal(meta, beside))
-        if final.exists() or final.is_symlink():
-            aside = final.with_name(f"{final.name}.damaged")
-            delete(aside)
-            final.rename(aside)
-        beside.rename(final)
-        sync_folder(final.parent)
 
 
 def copy_store(store: Store, folder: Path) -> Store:

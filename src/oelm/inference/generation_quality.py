@@ -63,11 +63,9 @@ class Continuation(NamedTuple):
 def generation_quality(
     model: Any, tokenizer: Any, split: Split, window: int, writing: Writing
 ) -> dict[str, Any]:
-    """The measures above, of texts `generated` by the model and of the `held_out` texts of a corpus.
-
-    Prompts are the beginnings of documents, drawn with the seed. A split with fewer documents than prompts is
-    cut into pieces of equal length instead.
-    """
+    """The measures above, of texts `generated` by the model and of the `held_out` texts of a corpus. Prompts
+    are the beginnings of documents, drawn with the seed. A split with fewer documents than prompts is cut
+    into pieces of equal length instead."""
     check_language_model(model, "--generation")
     end = boundary_id(tokenizer)
     opening = Encoder(tokenizer, 1 << 30).single[0]
@@ -155,9 +153,7 @@ def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 def distinct(one: list[list[str]], other: list[list[str]], n: int) -> list[float | None]:
     """Different n-grams / all n-grams of two sets of texts, counting the first ones of the longer set only.
-
-    None where a set has no n-gram.
-    """
+    None where a set has no n-gram."""
     sides = [[gram for words in texts for gram in ngrams(words, n)] for texts in (one, other)]
     most = min(map(len, sides))
     return [len(set(grams[:most])) / most if most else None for grams in sides]

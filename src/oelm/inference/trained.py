@@ -1,5 +1,6 @@
 """Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
 from oelm.models.pretrained import load_as_saved, load_config
 from oelm.system.files import read_object
-from oelm.training.display import Display
+from oelm.system.progress import Display
 from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.parallel import autocast_of, process_state
@@ -71,10 +72,8 @@ class Trained:
     ) -> Iterator[dict[str, Any]]:
         """For each line what this kind of model says: a label, a number, tags, an answer or a target; for an
         empty line nothing. Where the model reads pairs, or questions, a line is two texts with a tab between.
-
         Where a line cannot be read, all before it are answered first. In the end it is said how many lines
-        were empty, and how many too long.
-        """
+        were empty, and how many too long."""
         done = empty = 0
         agree_on_padding(self.model, self.tokenizer)
         reader = reader_of(self.model)(self.model, self.tokenizer, self.max_length)
@@ -132,16 +131,13 @@ class Trained:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
         precision, _ = resolve_precision("auto", self.device)
         layout = Layout(segments=takes_segments(self.model))
-        display = Display(split, 0, 0, show, unit="batch")
-        try:
+        with contextlib.closing(Display(split, 0, 0, show, unit="batch")) as display:
             autocast = autocast_of(precision, self.device)
             measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
-        finally:
-            display.close()
         return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
-        """How a language model continues the beginnings of a corpus's texts: `language_quality`."""
+        """How a language model continues the beginnings of a corpus's texts: `generation_quality`."""
         store = self.store(changes)
         if not task_kind(store.kind).stream:
             raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
@@ -152,16 +148,14 @@ class Trained:
         self, data: str, split: str, template: str, labels: str | None = None, limit: int | None = None,
         seed: int = 0, **columns: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """How a language model classifies texts it was never trained to classify: `zero_shot`.
-
-        `data` is a task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`).
-        """
+        """How a language model classifies texts it was never trained to classify: `zero_shot`. `data` is a
+        task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`)."""
         check_language_model(self.model, "--zero-shot")
         known = data in TASKS
         task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
         items = read_items(choice_of(task, None), split, limit, seed)
-        question = make_question(template, labels, items.names, items.pairs)
-        return zero_shot(self.model, self.tokenizer, items, question, self.max_length) | {"split": split}
+        question = make_question(template, labels, items.names, "text_pair" in items.texts[0])
+        return zero_shot(self.model, self.tokenizer, items, *question, self.max_length) | {"split": split}
 
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:

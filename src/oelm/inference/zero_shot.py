@@ -24,7 +24,6 @@ from oelm.data.batches import fill_batches
 from oelm.data.preparation import split_chunks
 from oelm.data.tasks import task_kind
 from oelm.data.tasks.classification import classification_metrics
-from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
 from oelm.orthogonal import generator
@@ -35,16 +34,10 @@ FIELDS = ("text", "text_pair")
 NOTHING = "N/A"  # the text of a prompt without content
 
 
-@dataclass(frozen=True)
-class Question:
-    """The template, and the verbaliser of each class by the class's name."""
-
-    template: str
-    labels: dict[str, str]
-
-
-def make_question(template: str, labels: str | None, names: list[str], pairs: bool) -> Question:
-    """A question from command-line arguments. `labels` is `name=words,name=words`; None: " name" each."""
+def make_question(
+    template: str, labels: str | None, names: list[str], pairs: bool
+) -> tuple[str, dict[str, str]]:
+    """The template, and each class's verbaliser. `labels` is `name=words,name=words`; None: " name" each."""
     template = template.replace("\\n", "\n")
     try:
         used = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
@@ -55,13 +48,13 @@ def make_question(template: str, labels: str | None, names: list[str], pairs: bo
         wanted = " and ".join(f"{{{name}}}" for name in allowed)
         raise UserError(f"--template {template!r} must hold {wanted}, and no other field")
     if labels is None:
-        return Question(template, {name: f" {name}" for name in names})
+        return template, {name: f" {name}" for name in names}
     given = dict(part.partition("=")[::2] for part in labels.split(","))
     given = {name.strip(): words for name, words in given.items()}
     if set(given) != set(names) or not all(words.strip() for words in given.values()):
         wanted = ",".join(f"{name}= words" for name in names)
         raise UserError(f"--labels {labels!r} must give words for each class: {wanted!r}")
-    return Question(template, {name: given[name] for name in names})
+    return template, {name: given[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -73,10 +66,6 @@ class Items:
     labels: Array
     names: list[str]
     most_frequent: int
-
-    @property
-    def pairs(self) -> bool:
-        return FIELDS[1] in self.texts[0]
 
 
 def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
@@ -107,10 +96,11 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
     return Items(dataset.name, kept, known, dataset.label_names, int(counts.argmax()))
 
 
-def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, window: int) -> dict[str, Any]:
+def zero_shot(
+    model: Any, tokenizer: Any, items: Items, template: str, labels: dict[str, str], window: int
+) -> dict[str, Any]:
     """Accuracy and F1 under each score, beside those of the most frequent class."""
-    check_language_model(model, "--zero-shot")
-    asker = _Asker(tokenizer, question, window)
+    asker = _Asker(tokenizer, template, labels, window)
     rows = [asker.ask(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
     sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
     scores = {"sum": sums[1:], "mean": sums[1:] / counts[1:], "calibrated": sums[1:] - sums[0]}
@@ -119,8 +109,8 @@ def zero_shot(model: Any, tokenizer: Any, items: Items, question: Question, wind
     return {
         "task": items.task,
         "items": len(items.labels),
-        "template": question.template,
-        "labels": question.labels,
+        "template": template,
+        "labels": labels,
         "cut": asker.cut,
         "metrics": {
             name: classification_metrics(items.labels, values.argmax(1), n) for name, values in scores.items()
@@ -135,15 +125,20 @@ Row = list[tuple[list[int], int]]  # for each class its tokens, and how many of 
 class _Asker:
     """Prompts with verbalisers as token ids. The text is cut where they do not fit the model's window."""
 
-    def __init__(self, tokenizer: Any, question: Question, window: int) -> None:
-        self.encoder, self.question, self.window = Encoder(tokenizer, 1 << 30), question, window
+    def __init__(self, tokenizer: Any, template: str, labels: dict[str, str], window: int) -> None:
+        self.encoder, self.window = Encoder(tokenizer, 1 << 30), window
+        self.template, self.verbalisers = template, list(labels.values())
         self.before = self.encoder.single[0] or [boundary_id(tokenizer)]
         self.cut = 0
 
     def ask(self, texts: Mapping[str, str]) -> Row:
-        row = self._encoded(texts)
-        self.cut += _longest(row) > self.window
-        while (longest := _longest(row)) > self.window:
+        given = texts
+        while True:
+            prompt = self.template.format(**texts)
+            alone, *whole = self.encoder.ids([prompt, *(prompt + words for words in self.verbalisers)])
+            longest = len(self.before) + max(map(len, whole)) - 1  # the last token is predicted, not read
+            if longest <= self.window:
+                break
             field = max(texts, key=lambda name: len(texts[name]))
             if not texts[field]:
                 raise UserError(
@@ -152,24 +147,12 @@ class _Asker:
             # A little shorter than in proportion, so that few attempts are needed.
             keep = int(len(texts[field]) * self.window / longest * 0.98)
             texts = {**texts, field: texts[field][:keep]}
-            row = self._encoded(texts)
-        return row
-
-    def _encoded(self, texts: Mapping[str, str]) -> Row:
-        prompt = self.question.template.format(**texts)
-        alone, *whole = self.encoder.ids(
-            [prompt, *(prompt + words for words in self.question.labels.values())]
-        )
+        self.cut += texts is not given
         # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
         # with every verbaliser are its own, and all others are scored.
         alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(alone, *whole, strict=False))
-        shared = sum(1 for _ in alike)
-        start = len(self.before)
-        return [([*self.before, *ids], start + shared) for ids in whole]
-
-
-def _longest(row: Row) -> int:
-    return max(len(ids) for ids, _ in row) - 1  # the last token is predicted, not read
+        own = len(self.before) + sum(1 for _ in alike)
+        return [([*self.before, *ids], own) for ids in whole]
 
 
 @torch.no_grad()

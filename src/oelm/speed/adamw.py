@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.tasks.base import pinned
+from oelm.data.assemble import pinned
 from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
 
 try:

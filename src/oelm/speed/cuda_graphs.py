@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oelm.data.tasks.base import Batch, pinned
+from oelm.data.assemble import Batch, pinned
 
 MOST_GRAPHS = 48  # shapes; further ones are computed without a graph
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from oelm.data import Epoch, Plan, Split, Store
+from oelm.data.assemble import pinned
 from oelm.data.batches import ranges
-from oelm.data.tasks.base import pinned
 from oelm.speed.adamw import coast, fresh_state
 
 if TYPE_CHECKING:

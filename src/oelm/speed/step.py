@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.data import Epoch
-from oelm.data.tasks.base import Batch
+from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
@@ -82,9 +82,8 @@ class FastStep(PlainStep):
 
     def _make_windows(self) -> RowWindows | None:
         store, short = self.objective.store, list(live_weights(self.raw).values())
-        # fp16 may skip a step, an encoder-decoder reads other tokens than its texts', and where tokens do not
-        # fit into memory they are better read as they are needed.
-        can = self.precision != "fp16" and not self.objective.kind.writes and not self.reads_ahead
+        # fp16 may skip a step, and an encoder-decoder reads other tokens than its texts'.
+        can = self.precision != "fp16" and not self.objective.kind.writes
         if not short or not can or self.state.num_processes > 1:
             return None
         return make_windows(short[0], self.optimizer, store, self.resolved.plan)

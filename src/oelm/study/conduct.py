@@ -14,9 +14,9 @@ from oelm.study.design import Study
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
+from oelm.system.progress import duration
 from oelm.system.terminal import console, say
 from oelm.training import results
-from oelm.training.display import duration
 from oelm.training.parallel import process_state
 from oelm.training.resolve import objective_of, prepare_data, resolve_run
 from oelm.training.status import run_status

@@ -11,7 +11,6 @@ is for readers: what is last and best follows from the folders and their states,
 before the index was written puts it right when it resumes.
 """
 
-import hashlib
 import re
 import shutil
 import stat
@@ -25,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from oelm.data.manifest import sha256
 from oelm.errors import RunError, UserError
 from oelm.system.files import delete, read_json, sync_files, sync_folder, write_json
 from oelm.system.library_errors import first_line, is_out_of_memory
@@ -86,21 +86,18 @@ def restore(
             parameter.copy_(_like(rows.narrowed(value) if rows else value, parameter))
     if optimizer is None:
         return
+    # A fused AdamW keeps its step counts beside the parameters, the plain one on the CPU.
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     for key, value in checkpoint.optimizer.items():
         name, _, moment = key.rpartition("/")
         parameter, rows = names[name], short.get(name)
         value = rows.narrowed(value) if rows and value.dim() else value
-        placed = value if moment == "step" and not _on_device(optimizer) else _like(value, parameter)
+        placed = value if moment == "step" and not on_device else _like(value, parameter)
         state = optimizer.state[parameter]
         if moment in state:  # where it is, it may be part of a recorded step
             state[moment].copy_(placed)
         else:  # a copy: what is read from a file may still be that file, and checkpoints are deleted in time
             state[moment] = placed.clone()
-
-
-def _on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """A fused AdamW keeps its step counts beside the parameters, the plain one on the CPU."""
-    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -113,8 +110,6 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.problems: list[Notice] = []  # broken checkpoints met while looking for a good one
@@ -131,12 +126,12 @@ class Checkpoints:
             save_file(checkpoint.model, beside / MODEL)
             save_file(checkpoint.optimizer, beside / OPTIMIZER)
             write_json(beside / STATE, checkpoint.state)
-            write_json(beside / SUMS, {name: _digest(beside / name) for name in FILES})
+            write_json(beside / SUMS, {name: sha256(beside / name) for name in FILES})
             sync_files(beside)
             self._drop(self.folder / name)  # the same step, found broken when the run resumed
             beside.rename(self.folder / name)
             sync_folder(self.folder)
-            self._write_index(checkpoint.state)
+            write_json(self.folder / "index.json", _index(checkpoint.state))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
             if is_out_of_memory(error):
@@ -183,12 +178,11 @@ class Checkpoints:
 
     def settle(self, state: dict[str, Any]) -> None:
         """Finish what a killed process began: the index and the deletions after its last checkpoint."""
-        self._write_index(state)
+        write_json(self.folder / "index.json", _index(state))
         if not self.problems:  # a broken checkpoint stays until another was written in its place
             self._prune(state)
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of this step, which must be there."""
         try:
             return read_checkpoint(self.folder / _name(step))
         except UserError as error:
@@ -202,9 +196,6 @@ class Checkpoints:
             needed = (size + MARGIN) / 1e6
             reason = notice("run.no_space", folder=self.folder, free_mb=free / 1e6, needed_mb=needed)
             raise RunError(reason, "disk", notice("advice.free_space"))
-
-    def _write_index(self, state: dict[str, Any]) -> None:
-        write_json(self.folder / "index.json", _index(state))
 
     def _prune(self, state: dict[str, Any]) -> None:
         index, names = _index(state), self.names()
@@ -257,7 +248,7 @@ def _check(path: Path) -> None:
         try:
             if not stat.S_ISREG((path / name).stat().st_mode):  # a pipe would be waited for
                 raise _broken(path, notice("checkpoint.irregular", file=name))
-            found = _digest(path / name)
+            found = sha256(path / name)
         except OSError as error:
             raise _broken(path, notice("checkpoint.unreadable", file=name, error=error.strerror)) from None
         if found != recorded:
@@ -266,8 +257,3 @@ def _check(path: Path) -> None:
 
 def _broken(path: Path, problem: Notice | str) -> UserError:
     return UserError(notice("checkpoint.broken", name=path.name, problem=problem))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

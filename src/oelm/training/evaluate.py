@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oelm.data.assemble import Layout
-from oelm.data.tasks.base import PADDED, Measured, Objective
+from oelm.data.assemble import PADDED, Layout
+from oelm.data.tasks.base import Measured, Objective
 from oelm.training.parallel import process_state
 
 Array = np.ndarray
@@ -62,7 +62,6 @@ def evaluate(
     arrays = {key: np.concatenate([part[2][key] for part in parts if part[2]]) for key in keys}
     order = np.argsort(arrays.pop("order"), kind="stable")
     arrays = {key: value[order] for key, value in arrays.items()}
-    if (groups := objective.groups(split)) is not None:
-        arrays["groups"] = groups
+    arrays["groups"] = objective.groups(split)
     # fsum-like: add in float64 in a fixed order of processes.
     return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)

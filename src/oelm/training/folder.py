@@ -31,11 +31,9 @@ class RunFolder:
         self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
-        """Take the folder for a run of this configuration on the data of this fingerprint.
-
-        It is new, or holds an unfinished run of the same. A folder that is not a run is never touched,
-        whatever `overwrite` says.
-        """
+        """Take the folder for a run of this configuration on the data of this fingerprint. It is new, or
+        holds an unfinished run of the same. A folder that is not a run is never touched, whatever `overwrite`
+        says."""
         config_file = self.path / "config.toml"
         check_name(self.path)
         self._check_kind()
@@ -98,7 +96,8 @@ class RunFolder:
                 f"{self.path} holds a run of another configuration ({difference(others, mine)}); "
                 "name another folder, or --overwrite it"
             )
-        if self.status() == "completed":
+        results = self.path / "results.json"
+        if results.exists() and read_object(results).get("status") == "completed":
             raise UserError(f"{self.path} holds a finished run; --overwrite it, or name another folder")
         if seen not in (None, data):
             raise UserError(
@@ -110,10 +109,6 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def status(self) -> str | None:
-        path = self.path / "results.json"
-        return read_object(path).get("status") if path.exists() else None
 
     def write(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
@@ -167,12 +162,10 @@ class MetricsLog:
 
 def read_entry(line: str) -> dict[str, Any] | None:
     """A line of metrics.jsonl; None where it is damaged or cut short."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
         entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("kind"), str):
-        return entry
+        if isinstance(entry["step"], int) and isinstance(entry["kind"], str):
+            return entry
     return None
 
 
@@ -232,8 +225,7 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
         "device": str(device.type),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = torch.version.cuda
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return found
 
 

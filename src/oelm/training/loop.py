@@ -63,7 +63,7 @@ def train(
             if state.is_main_process:
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
-            run = start_run(resolved, store, objective, folder, state, raw, report, show, stop)
+            run = start_run(resolved, objective, folder, state, raw, report, show, stop)
             stop.patient = True
             _run(run, resolved.plan)
             stop.patient = False
@@ -111,10 +111,14 @@ def _run(run: Run, plan: Plan) -> None:
         except NotFinite as bad:
             step = run.progress.step + 1
             alone = run.state.num_processes == 1  # several processes would have to do it together
-            again = run.config.training.fallback and not run.step.plain and alone and bad.untouched
-            if not again:
-                raise _diverged(run, step, bad) from None
-            fall_back(run, step)
+            if run.config.training.fallback and not run.step.plain and alone and bad.untouched:
+                fall_back(run, step)
+                continue
+            run.progress.step = step  # that far it got
+            code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
+            known = {"what": bad.what, "items": bad.items, "checkpoint": run.checkpoints.last()}
+            reason = notice(code, step=step, **known)
+            raise RunError(reason, "diverged", notice("advice.lower_lr")) from None
 
 
 def _steps(run: Run, plan: Plan) -> None:
@@ -129,16 +133,13 @@ def _steps(run: Run, plan: Plan) -> None:
         recent.append(_step(run, batches, k))
         norm, tokens = recent[-1].norm, recent[-1].tokens
         last = progress.step == run.resolved.total_steps
-        due = last or (
-            progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
-        )
+        end = progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
+        due = last or end
         logs = progress.step % training.log_every == 0 or last
         saves = bool(training.save_every) and progress.step % training.save_every == 0
-        stops = (
-            run.stop.reason is not None
-            if run.state.num_processes == 1
-            else (logs and parallel.anyone(run.stop.reason is not None, run.state))
-        )
+        stops = run.stop.reason is not None
+        if run.state.num_processes > 1:
+            stops = logs and parallel.anyone(stops, run.state)
         if due or saves or stops:
             run.step.sync()  # here, where its time is training's
         if logs or due or saves or stops:
@@ -147,7 +148,7 @@ def _steps(run: Run, plan: Plan) -> None:
             elapsed = time.perf_counter() - started
             progress.train_time_s += elapsed
             if progress.step - steps >= timed_from:
-                run.record.step_times.append((elapsed / steps, steps))
+                run.step_times.append((elapsed / steps, steps))
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
@@ -194,21 +195,12 @@ def _check_finite(run: Run, recent: list[Taken]) -> float:
     return parallel.total(value, run.state)
 
 
-def _diverged(run: Run, step: int, bad: NotFinite) -> RunError:
-    """The error of a run whose numbers are not finite by the path that is left."""
-    run.progress.step = step  # that far it got
-    code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
-    last = run.record.checkpoints.last()
-    reason = notice(code, what=bad.what, step=step, items=bad.items, checkpoint=last)
-    return RunError(reason, "diverged", notice("advice.lower_lr"))
-
-
 def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
     progress = run.progress
     lr = learning_rate(run.resolved, progress.step - 1)
     run.display.note(loss=loss)
-    if run.record.log is not None:
-        run.record.log.add(
+    if run.log is not None:
+        run.log.add(
             kind="train", step=progress.step, of=run.resolved.total_steps, epoch=round(epoch, 4), loss=loss,
             lr=lr, grad_norm=float(norm), samples=progress.samples,
             train_time_s=round(progress.train_time_s, 3),
@@ -237,11 +229,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
     brief = {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
     found = {"step": progress.step, "epoch": round(epoch, 4), "split": split, "metrics": brief}
     value = measured.metrics[metric]
-    improved = (
-        progress.best is None
-        or training.choose_on == "last"
-        or run.objective.better(value, progress.best["metrics"][metric])
-    )
+    better = progress.best is None or run.objective.better(value, progress.best["metrics"][metric])
+    improved = better or training.choose_on == "last"
     progress.final = found
     progress.stale = 0 if improved else progress.stale + 1
     if improved:
@@ -249,12 +238,10 @@ def _evaluate(run: Run, epoch: float) -> bool:
     if training.early_stopping and progress.stale >= training.early_stopping:
         progress.stopped_early = True
     run.display.note(**{metric: value})
-    run.display.say(
-        f"step {progress.step}/{run.resolved.total_steps}: {split} "
-        + ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
-    )
-    if run.record.log is not None:
-        run.record.log.add(kind="eval", **found)
+    numbers = ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
+    run.display.say(f"step {progress.step}/{run.resolved.total_steps}: {split} {numbers}")
+    if run.log is not None:
+        run.log.add(kind="eval", **found)
         results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
     _watch_chance(run, split, len(run.store[split]))
     return improved
@@ -263,12 +250,8 @@ def _evaluate(run: Run, epoch: float) -> bool:
 def _watch_chance(run: Run, split: str, n: int) -> None:
     """Flag a run that has learned no more than the majority class after a set share of its steps."""
     progress, training = run.progress, run.config.training
-    majority = run.objective.majority(split)
-    if (
-        majority is None
-        or progress.best is None
-        or progress.step < training.chance_after * run.resolved.total_steps
-    ):
+    majority, first_step = run.objective.majority(split), training.chance_after * run.resolved.total_steps
+    if majority is None or progress.best is None or progress.step < first_step:
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
     if level >= 1:  # so few items, or so large a majority, that nothing could be told apart
@@ -287,14 +270,14 @@ def _save(run: Run) -> None:
     # The step before may have had a finite gradient and still thrown the weights out of range.
     spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
     if spoilt is not None:
-        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.record.checkpoints.last()}
+        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
         raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
     if run.main:
-        if run.record.log is not None:
-            run.record.log.sync()
-            run.progress.logged = run.record.log.lines
+        if run.log is not None:
+            run.log.sync()
+            run.progress.logged = run.log.lines
         state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
-        run.record.checkpoints.save(Checkpoint(model, moments, state))
+        run.checkpoints.save(Checkpoint(model, moments, state))
     run.state.wait_for_everyone()
 
 
@@ -303,7 +286,7 @@ def _finish(run: Run) -> dict[str, Any]:
     if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError(notice("run.no_evaluation"))
     best = run.progress.best["step"]
-    run.step.restore(run.record.checkpoints.load(best), moments=False)
+    run.step.restore(run.checkpoints.load(best), moments=False)
     training = run.config.training
     run.step.finish(best)
     checked = audit(run.step.raw, run.before)
@@ -315,9 +298,9 @@ def _finish(run: Run) -> dict[str, Any]:
     weights = full_state(run.step.raw) if training.test else {}
     if not run.main:
         return {}
-    folder = run.record.folder
+    folder = run.folder
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": run.before.to_dict()})
-    folder.write("timing_stats.json", results.timing(run.record.step_times, run.progress.eval_time_s))
+    folder.write("timing_stats.json", results.timing(run.step_times, run.progress.eval_time_s))
     final = results.completed(run, tested.metrics if tested else None)
     if tested:
         write_predictions(folder.path, tested.arrays)

@@ -94,7 +94,6 @@ def accumulating(model: nn.Module, last: bool) -> Any:
 
 
 def total(value: float, state: PartialState) -> float:
-    """The sum over the processes."""
     if state.num_processes == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=state.device)
@@ -103,7 +102,6 @@ def total(value: float, state: PartialState) -> float:
 
 
 def anyone(flag: bool, state: PartialState) -> bool:
-    """Whether any process says yes."""
     return total(float(flag), state) > 0
 
 

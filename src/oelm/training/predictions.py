@@ -118,7 +118,6 @@ def _smallest(values: Array) -> Array:
 
 
 def write_predictions(folder: Path, arrays: Mapping[str, Array]) -> None:
-    """Write an evaluation's arrays into a run's folder."""
     _write(folder / FILE, compact(arrays))
 
 

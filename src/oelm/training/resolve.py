@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from oelm.config import RunConfig, TaskConfig, TrainingConfig
-from oelm.data import TASKS, Choice, Plan, Store
+from oelm.config import RunConfig, TaskConfig
+from oelm.data import Choice, Plan, Store
+from oelm.data.catalogue import get_task
 from oelm.data.tasks import make_objective, task_kind
 from oelm.data.tasks.base import Objective, TaskKind
 from oelm.data.tokenizer import load_tokenizer
@@ -49,16 +50,17 @@ def resolve_run(
     precision, warning = resolve_precision(training.precision, device)
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     plan.check(processes * training.accumulate)
-    total = _total_steps(training, plan)
+    total = training.steps
+    if total is None:  # a fraction of an epoch is a fraction of its batches
+        full, rest = divmod(training.epochs or 0, 1)
+        total = max(1, plan.steps(int(full)) + (round(rest * len(plan.epoch(int(full)))) if rest else 0))
     warmup = int(training.warmup * total) if training.warmup < 1 else int(training.warmup)
-    warnings = [
-        *([warning] if warning else []),
-        *store.warnings,
-        *notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length),
-    ]
+    warnings = [warning, *store.warnings]
+    warnings += notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
-    return ResolvedRun(config, device, processes, precision, plan, total, warmup, tuple(warnings))
+    noted = tuple(filter(None, warnings))
+    return ResolvedRun(config, device, processes, precision, plan, total, warmup, noted)
 
 
 def objective_of(config: RunConfig, store: Store) -> Objective:
@@ -76,16 +78,6 @@ def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | 
     return wanted, None
 
 
-def _total_steps(training: TrainingConfig, plan: Plan) -> int:
-    """The run's length in optimizer steps; a fraction of an epoch is a fraction of its batches."""
-    if training.steps is not None:
-        return training.steps
-    assert training.epochs is not None
-    full = int(training.epochs)
-    rest = training.epochs - full
-    return max(1, plan.steps(full) + (round(rest * len(plan.epoch(full))) if rest else 0))
-
-
 def _with_model(config: RunConfig, device: torch.device) -> RunConfig:
     """The config with its model named: the device's default, or the model folder of a run that is named."""
     name = model_folder(config.model.name or default_model(device))
@@ -98,7 +90,13 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     task, model = config.task, str(config.model.name)
     choice = choice_of(task, model)
     if model not in PRESETS:
-        _check_start(model)
+        try:
+            check_checkpoint(model)  # before any data is prepared
+        except UserError as error:
+            if Path(model).exists():
+                raise
+            hint = "without a network, name a folder that holds the model and its tokenizer with --model"
+            raise UserError(f"{str(error).rstrip('.')}; {hint}") from None
     store = choice.store(show_progress=show)
     if Path(choice.data) == store.folder:
         check_prepared(store, task)
@@ -119,19 +117,6 @@ def model_folder(name: str) -> str:
     return str(run / "model")
 
 
-def _check_start(name: str) -> None:
-    """Refuse a model that cannot be had or used, before any data is prepared."""
-    try:
-        check_checkpoint(name)
-    except UserError as error:
-        if Path(name).exists():
-            raise
-        raise UserError(
-            f"{str(error).rstrip('.')}; without a network, name a folder that holds the model and its "
-            "tokenizer with --model"
-        ) from None
-
-
 def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:
     """What a reader of a run should know about the model it starts from, where that was trained here."""
     config = model / "config.json"
@@ -149,16 +134,12 @@ def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]
     return notes
 
 
-def _short_name(model: Path) -> str:
-    """A model's name as part of a folder's name: a run's model goes by the run's."""
-    is_run = model.name == "model" and (model.parent / "config.toml").is_file()
-    return model.parent.name if is_run else model.name
-
-
 def default_folder(config: RunConfig) -> Path:
     """Where a run is written if nobody says where."""
     task, model = Path(str(config.task.name or config.task.data)), Path(config.model.name or "gpt")
-    parts = (task.stem, _short_name(model), config.method.name, f"lr{config.training.lr:g}")
+    if model.name == "model" and (model.parent / "config.toml").is_file():
+        model = model.parent  # a run's model goes by the run's name
+    parts = (task.stem, model.name, config.method.name, f"lr{config.training.lr:g}")
     return Path("runs", config.experiment or "-".join([*parts, f"s{config.training.seed}"]))
 
 
@@ -166,8 +147,8 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
     """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
     if bool(task.name) == bool(task.data):
         raise UserError("name one of task.name (--task) and task.data (--data)")
-    if task.name and task.name not in TASKS:
-        raise UserError(f"there is no task {task.name!r}; known: {', '.join(sorted(TASKS))}")
+    if task.name:
+        get_task(task.name)
     if model and model.startswith("gpt-") and model not in PRESETS and not Path(model).exists():
         raise UserError(f"unknown model {model!r}; known sizes: {', '.join(PRESETS)}")  # no hub id looks so
     if task.target and model in PRESETS:  # known before anything is prepared

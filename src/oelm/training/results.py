@@ -176,8 +176,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def track(run: "Run", values: dict[str, float]) -> None:
-    """Hand numbers to the trackers the configuration names."""
-    for tracker in run.record.trackers:
+    for tracker in run.trackers:
         tracker.log(values, step=run.progress.step)
 
 
@@ -191,12 +190,11 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    """Accelerate's trackers by name."""
     started = []
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
-        folder = {"logging_dir": str(run.record.folder.path)} if kind.requires_logging_directory else {}
-        tracker = kind(run.record.folder.path.name, **folder)
+        folder = {"logging_dir": str(run.folder.path)} if kind.requires_logging_directory else {}
+        tracker = kind(run.folder.path.name, **folder)
         tracker.start()
         settings = flat(run.config.to_dict())
         tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
@@ -211,18 +209,19 @@ def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) 
     tokenizer = run.store.tokenizer()
     tokenizer.model_max_length = run.config.task.max_length  # longer texts it has never seen
     card = trained_card(run, results)
-    write_model(run.record.folder.path / "model", run.step.raw, tokenizer, card, weights)
+    write_model(run.folder.path / "model", run.step.raw, tokenizer, card, weights)
 
 
 def trained_card(run: "Run", results: dict[str, Any]) -> str:
     """The card of a trained model: its data and what it reaches on them, beside how it was made."""
     store, best = run.store, results["best"]
     sizes = ", ".join(f"{len(store[split]):,} {split}" for split in ("train", *SPLITS))
-    table = "\n".join(
-        f"| {name} | {value:.4f} | {_beside(name, results['references'])} |"
-        for name, value in results["test"]["metrics"].items()
-        if isinstance(value, int | float)
-    )
+    table = ""
+    for metric, value in results["test"]["metrics"].items():
+        if isinstance(value, int | float):
+            trivial = {name: on.get("test", {}).get(metric) for name, on in results["references"].items()}
+            beside = ", ".join(f"{name} {score:.4f}" for name, score in trivial.items() if score is not None)
+            table += f"\n| {metric} | {value:.4f} | {beside} |"
     longest = run.config.task.max_length
     stream = run.objective.kind.stream
     cut = f"Windows of {longest} tokens." if stream else f"Texts were cut at {longest} tokens."
@@ -232,15 +231,10 @@ def trained_card(run: "Run", results: dict[str, Any]) -> str:
         f"## Data\n\n{store.task}: {sizes} items; fingerprint `{store.fingerprint}`. {cut}",
         f"## Results\n\nLearning rate {results['lr']:g}, {results['steps']:,} steps; chosen at step "
         f"{best['step']} on the {best['split']} split. On the test split:\n\n"
-        f"| metric | value | trivial references |\n|---|---|---|\n{table}",
+        f"| metric | value | trivial references |\n|---|---|---|{table}",
     ]
     if run.progress.warnings:
         body.append("## Notes\n\n" + "\n".join(f"- {warning}" for warning in run.progress.warnings))
     return model_card(
         f"{type(run.step.raw).__name__} on {store.task}", run.step.raw, run.conversion, results["model"], body
     )
-
-
-def _beside(metric: str, references: dict[str, Any]) -> str:
-    found = {name: splits.get("test", {}).get(metric) for name, splits in references.items()}
-    return ", ".join(f"{name} {value:.4f}" for name, value in found.items() if value is not None)

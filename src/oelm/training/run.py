@@ -15,9 +15,9 @@ from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import Notice, notice, read_notice
+from oelm.system.progress import Display, duration
 from oelm.training import results
 from oelm.training.checkpoint import Checkpoint, Checkpoints
-from oelm.training.display import Display, duration
 from oelm.training.folder import MetricsLog, RunFolder, arithmetic, changes, environment
 from oelm.training.resolve import ResolvedRun, objective_of
 from oelm.training.step import PlainStep, Watch, make_step
@@ -57,23 +57,6 @@ class Progress:
 
 
 @dataclass
-class RunRecord:
-    """What is written while a run goes on."""
-
-    folder: RunFolder
-    checkpoints: Checkpoints
-    log: MetricsLog | None = None  # of the main process
-    trackers: list[Any] = field(default_factory=list)
-    step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
-
-    def close(self) -> None:
-        if self.log is not None:
-            self.log.close()
-        for tracker in self.trackers:
-            tracker.finish()
-
-
-@dataclass
 class Run:
     """One process's part of a run, while it lasts."""
 
@@ -85,9 +68,13 @@ class Run:
     before: Fingerprint  # of the frozen weights
     step: PlainStep  # how a step is taken; it holds the model and the optimizer
     progress: Progress
-    record: RunRecord
+    folder: RunFolder
+    checkpoints: Checkpoints
     display: Display
     stop: Stop
+    log: MetricsLog | None = None  # of the main process
+    trackers: list[Any] = field(default_factory=list)
+    step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
 
     @property
     def config(self) -> RunConfig:
@@ -99,23 +86,19 @@ class Run:
 
     def close(self) -> None:
         self.display.close()
-        self.record.close()
+        if self.log is not None:
+            self.log.close()
+        for tracker in self.trackers:
+            tracker.finish()
         self.step.close()
 
 
 def start_run(
-    resolved: ResolvedRun,
-    store: Store,
-    objective: Objective,
-    folder: RunFolder,
-    state: PartialState,
-    raw: Any,
-    report: Any,
-    show: bool,
-    stop: Stop,
-) -> Run:
+    resolved: ResolvedRun, objective: Objective, folder: RunFolder, state: PartialState, raw: Any,
+    report: Any, show: bool, stop: Stop,
+) -> Run:  # fmt: skip
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
-    config = resolved.config
+    config, store = resolved.config, objective.store
     before = fingerprint(raw.to(state.device))
     checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep)
     loaded = checkpoints.load_last()
@@ -137,25 +120,29 @@ def start_run(
     around: dict[str, Any] = {}
     if state.is_main_process:
         around = environment(state.device, state.num_processes)
-        _compare(progress, arithmetic(around))
+        now = arithmetic(around)
+        # Note where a resumed run goes on with other threads, processes, devices or packages than it had.
+        if progress.made_with and (changed := changes(progress.made_with, now)):
+            progress.warn(notice("training.resumed_elsewhere", step=progress.step, changes=changed))
+            progress.watch.again = True
+        progress.made_with = now
     for warning in (*resolved.warnings, *checkpoints.problems):
         progress.warn(warning)
     label = f"{config.method.name} on {store.task}"
     display = Display(label, resolved.total_steps, progress.step, show and state.is_main_process)
-    record = RunRecord(folder, checkpoints)
-    run = Run(resolved, store, objective, state, report, before, step, progress, record, display, stop)
+    parts = (step, progress, folder, checkpoints, display, stop)
+    run = Run(resolved, store, objective, state, report, before, *parts)
     if run.main:
         if loaded is not None:
             checkpoints.settle(asdict(progress))
         _introduce(run, resumed=loaded is not None)
         folder.write("environment.json", around | {"data": store.fingerprint})
-        record.trackers = results.start_trackers(run)
-        record.log = MetricsLog(
-            folder.path / "metrics.jsonl", progress.step, progress.due is None, progress.logged
-        )
-        if record.log.missing:
-            progress.warn(record.log.missing)
-            display.say(f"note: {record.log.missing}")
+        run.trackers = results.start_trackers(run)
+        metrics = folder.path / "metrics.jsonl"
+        run.log = MetricsLog(metrics, progress.step, progress.due is None, progress.logged)
+        if run.log.missing:
+            progress.warn(run.log.missing)
+            display.say(f"note: {run.log.missing}")
     return run
 
 
@@ -174,14 +161,6 @@ def fall_back(run: Run, number: int) -> None:
     progress.plain_from = number
     progress.warn(notice("training.left_fast_path", step=number))
     run.display.say(f"note: {progress.warnings[-1]}")
-
-
-def _compare(progress: Progress, now: dict[str, str]) -> None:
-    """Note where a resumed run goes on with other threads, processes, devices or packages than it had."""
-    if progress.made_with and (changed := changes(progress.made_with, now)):
-        progress.warn(notice("training.resumed_elsewhere", step=progress.step, changes=changed))
-        progress.watch.again = True
-    progress.made_with = now
 
 
 @contextlib.contextmanager
@@ -215,4 +194,4 @@ def _introduce(run: Run, resumed: bool) -> None:
     if resumed:
         say(f"resuming after step {run.progress.step}")
     copies = run.config.training.keep + 2  # the kept ones, the best, and the one being written
-    run.record.checkpoints.check_space(copies * int(estimate["checkpoint_bytes"]))
+    run.checkpoints.check_space(copies * int(estimate["checkpoint_bytes"]))

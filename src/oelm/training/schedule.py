@@ -64,11 +64,9 @@ def make_optimizer(
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """What each parameter's learning rate is multiplied by: 1 for the task's head, `decay` for the top layer,
-    `decay` squared for the one below, and so on down to the embeddings and their norms.
-
-    A final norm counts as part of the top layer, a pooler as part of the head. The layers of an encoder and
-    of a decoder are counted separately, each from its own top.
-    """
+    `decay` squared for the one below, and so on down to the embeddings and their norms. A final norm counts
+    as part of the top layer, a pooler as part of the head. The layers of an encoder and of a decoder are
+    counted separately, each from its own top."""
     names = [name for name, _ in model.named_parameters()]
     if decay == 1:
         return dict.fromkeys(names, 1.0)

@@ -1,7 +1,6 @@
 """What runs where, how far, how long still: read from the folders of runs, without touching them."""
 
-import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,6 @@ class RunStatus:
     best: float | None
     left_s: float | None
     reason: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_runs(roots: list[Path]) -> list[Path]:
@@ -107,7 +103,6 @@ def tail(path: Path) -> list[dict[str, Any]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the run."""
     try:
         if (folder / "lock").exists():  # to ask for it would make it
             lock_file(folder / "lock").close()
@@ -116,14 +111,3 @@ def is_locked(folder: Path) -> bool:
     except (OSError, UserError):
         pass
     return False
-
-
-def gpu_load() -> list[str]:
-    """One line per GPU: load, memory and temperature, where nvidia-smi is."""
-    query = "--query-gpu=index,name,utilization.gpu,memory.used,memory.total,temperature.gpu"
-    command = ["nvidia-smi", query, "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [f"GPU {line} °C" for line in done.stdout.splitlines()]

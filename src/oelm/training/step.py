@@ -13,16 +13,13 @@ from accelerate import PartialState
 from torch import Tensor
 
 from oelm.data import Epoch
-from oelm.data.assemble import Layout
-from oelm.data.read_ahead import read_whole
-from oelm.data.tasks.base import Batch, Objective
+from oelm.data.assemble import Batch, Layout
+from oelm.data.tasks.base import Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate
-
-AHEAD = 8  # steps between asking for a batch's tokens and using them, where they are not all in memory
 
 
 @dataclass
@@ -39,7 +36,6 @@ class PlainStep:
     """A model, its optimizer and how they are used, on one process. Subclasses replace the `_` methods."""
 
     plain = True
-
     why_plain = "training.fast is off"
 
     def __init__(self, resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState) -> None:
@@ -50,7 +46,6 @@ class PlainStep:
         self.autocast: Callable[[], Any] = parallel.autocast_of(self.precision, state.device)
         self.scaler = torch.amp.GradScaler(state.device.type, enabled=self.precision == "fp16")
         self.layout = Layout(segments=takes_segments(raw))
-        self.reads_ahead = not read_whole(objective.store["train"].tokens)  # the data exceeds the memory
         # Masked cuDNN attention gives NaN gradients (models.gpt_block.MASKED_KERNELS), in other models, too.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._prepare_model()
@@ -71,8 +66,6 @@ class PlainStep:
         """Take step `number` of the run, on batch k of an epoch. Returns the global batch's mean loss (on
         this process: its part), the gradients' norm, and the tokens."""
         training, state, world = self.config.training, self.state, self.state.num_processes
-        if self.reads_ahead and k + AHEAD < len(batches):
-            self.objective.expect("train", batches.batch(k + AHEAD))
         count = self.objective.count("train", batches.batch(k))
         set_learning_rate(self.optimizer, learning_rate(self.resolved, number))
         loss: Tensor = torch.zeros((), device=state.device)
@@ -110,7 +103,6 @@ class PlainStep:
         """Let the model's weights be up to date: before they are evaluated or saved."""
 
     def capture(self) -> tuple[Tensors, Tensors]:
-        """Every parameter, and every moment of those that have any, by name."""
         return capture(self.raw, self.optimizer, {})
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:

@@ -7,7 +7,7 @@ by the count of the whole global batch, whatever the number of processes and acc
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout, Packing, pad_rows, padded_batch
+from oelm.data.assemble import PADDED, Batch, Layout, pad_rows, padded_batch
 from oelm.data.batches import Plan
 from oelm.data.catalogue import Task
 from oelm.data.dataset import SPLITS, Dataset
 from oelm.data.preparation import Lengths, Rows, split_chunks
-from oelm.data.read_ahead import read_ahead
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder, pad_id
@@ -33,41 +32,6 @@ Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
 Splits = dict[str, dict[str, Any]]  # split -> metadata
 Columns = dict[str, str]  # role -> column
-
-PADDED = Layout()
-
-
-@dataclass
-class Batch:
-    """One process's share of a batch."""
-
-    ids: Array
-    inputs: dict[str, Tensor]
-    targets: dict[str, Tensor]
-    tokens: int  # without padding
-    longest: int | None = None  # of packed texts; None: padded, or windows
-
-    def to(self, device: torch.device) -> "Batch":
-        def move(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {k: pinned(v, device).to(device, non_blocking=True) for k, v in tensors.items()}
-
-        return replace(self, inputs=move(self.inputs), targets=move(self.targets))
-
-    def arguments(self) -> dict[str, Any]:
-        """What the model is called with."""
-        inputs: dict[str, Any] = dict(self.inputs)
-        if self.longest is not None:
-            inputs["packing"] = Packing(inputs.pop("bounds"), self.longest)
-        return inputs
-
-
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in pinned memory, from which a GPU copies while it computes; unchanged for a CPU."""
-    if device.type != "cuda":
-        return tensor
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    np.copyto(staged.numpy(), tensor.numpy())  # by one thread: torch would start them all and wait
-    return staged
 
 
 @dataclass
@@ -108,14 +72,10 @@ class Objective(ABC):
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         """The items, padded; `layout.packed` is set only for a kind that is `packable`."""
         widest = self.store.max_length if layout.round_widths and split == "train" else None
-        padded = padded_batch(self.store[split], items, self.store.pad_id, widest)
+        batch = padded_batch(self.store[split], items, self.store.pad_id, widest)
         if not layout.segments:
-            padded.token_type_ids = None
-        return Batch(padded.ids, padded.inputs(), padded.targets(), self.tokens(split, items))
-
-    def tokens(self, split: str, items: Array) -> int:
-        """How many tokens a model reads."""
-        return int(self.store[split].lengths[items].sum())
+            batch.inputs.pop("token_type_ids", None)
+        return batch
 
     def ids(self, split: str, items: Array) -> Array:
         """What the items are called in records: the numbers of their rows."""
@@ -124,15 +84,6 @@ class Objective(ABC):
     def groups(self, split: str) -> Array:
         """One number per item: items with the same number belong together."""
         return self.store[split].groups
-
-    def places(self, split: str, items: Array) -> tuple[Array, Array]:
-        """Where the tokens of each item start and end."""
-        offsets = self.store[split].offsets
-        return offsets[items], offsets[items + 1]
-
-    def expect(self, split: str, items: Array) -> None:
-        """Have the tokens of these items read from the disk before they are asked for."""
-        read_ahead(self.store[split].tokens, *self.places(split, items))
 
     def count(self, split: str, items: Array) -> int:
         """How many texts or target tokens the loss of these items sums over."""

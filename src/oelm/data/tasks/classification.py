@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout, filled, packed_batch
+from oelm.data.assemble import PADDED, Array, Batch, Layout, filled, packed_batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
-from oelm.data.preparation import Lengths
+from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import PADDED, Array, Batch, Measured, Objective, Splits
-from oelm.data.tasks.texts import LabelledTexts, TextReader, gives_numbers
-from oelm.data.tokenizer import Encoder
+from oelm.data.tasks.base import Measured, Objective
+from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.errors import UserError
 from oelm.system.messages import notice
 
@@ -40,13 +38,7 @@ class ClassificationObjective(Objective):
         batch = packed_batch(self.store[split], items)
         if layout.round_widths and split == "train":
             batch = filled(batch, self.store.max_length, self.store.pad_id)
-        assert batch.labels is not None
-        inputs = {
-            "input_ids": batch.input_ids[None],
-            "position_ids": batch.position_ids[None],
-            "bounds": batch.cu_seqlens,
-        }
-        return Batch(batch.ids, inputs, {"labels": batch.labels}, self.tokens(split, items), batch.longest)
+        return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.arguments()).logits.float()
@@ -75,10 +67,6 @@ class LabelReader(TextReader):
     """The most likely label of a text, or of a pair, its probability, and those of the others."""
 
     says = ("label", "score", "scores")
-
-    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
-        super().__init__(model, tokenizer, max_length)
-        _check_one_label(model)
 
     @torch.no_grad()
     def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -156,26 +144,19 @@ class Classification(LabelledTexts):
         if missing:
             dataset.warnings.append(notice("data.no_label", split=split, labels=names))
 
-    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        classes = len(dataset.label_names)
-        dtype = np.uint8 if classes <= 1 << 8 else np.uint32
-        encoder = Encoder(tokenizer, lengths.text)
-        splits = self.write_texts(
-            dataset, encoder, folder, show, dtype, lambda rows: rows.part.labels[rows.numbers]
-        )
-        for split, meta in splits.items():
-            labels = np.load(folder / f"{split}.labels.npy")
-            meta["class_counts"] = np.bincount(labels, minlength=classes).tolist()
-        return splits
+    def labels(self, rows: Rows) -> Array:
+        return rows.part.labels[rows.numbers]
+
+    def dtype(self, dataset: Dataset) -> Any:
+        return np.uint8 if len(dataset.label_names) <= 1 << 8 else np.uint32
+
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        return {"class_counts": np.bincount(labels, minlength=len(dataset.label_names)).tolist()}
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         super().fit_model(model, store, name)
         if model.config.problem_type is not None:  # what it was for another task
             model.config.problem_type = "single_label_classification"
-
-    def check_model(self, model: Any, name: str, task: str) -> None:
-        super().check_model(model, name, task)
-        _check_one_label(model)
 
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
         scores = classification_metrics(split.labels, predictions, len(store.label_names))
@@ -196,10 +177,8 @@ KIND = Classification()
 
 
 def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> dict[str, Any]:
-    """Accuracy, F1 and the confusion matrix (rows = truth).
-
-    All `num_classes` classes count for `f1_macro`; one that is neither present nor predicted has F1 = 0.
-    """
+    """Accuracy, F1 and the confusion matrix (rows = truth). All `num_classes` classes count for `f1_macro`;
+    one that is neither present nor predicted has F1 = 0."""
     truth, predicted = np.asarray(labels, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
     confusion = np.bincount(truth * num_classes + predicted, minlength=num_classes**2)
     confusion = confusion.reshape(num_classes, num_classes)
@@ -211,16 +190,3 @@ def classification_metrics(labels: Any, predictions: Any, num_classes: int) -> d
         "f1_weighted": float((f1 * support).sum() / len(truth)),
         "confusion": confusion.tolist(),
     }
-
-
-def _check_one_label(model: Any) -> None:
-    """Refuse a model that gives a text a number, or several labels at once."""
-    if "SequenceClassification" not in type(model).__name__:
-        return
-    if gives_numbers(model):
-        raise UserError("this model gives a text a number (regression), not a label; fine-tune it for labels")
-    if model.config.problem_type == "multi_label_classification":
-        raise UserError(
-            "this model gives a text any number of labels (multi_label_classification), and here a text has "
-            "one; fine-tune it for that"
-        )

@@ -4,6 +4,7 @@ A stream starts with the boundary token, so that the first real token is predict
 rows are documents, each ends with it. Boundaries have no bytes.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,17 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.assemble import Layout, Windows
+from oelm.data.assemble import PADDED, Array, Batch, Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
-from oelm.data.preparation import Lengths, progress
+from oelm.data.preparation import Lengths
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
-from oelm.data.tasks.base import PADDED, Array, Baselines, Batch, Measured, Objective, Splits, TaskKind
+from oelm.data.tasks.base import Baselines, Measured, Objective, Splits, TaskKind
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
 from oelm.models.gpt import OelmGPTForCausalLM
+from oelm.system.progress import Display
 
 PIECE = 1 << 16  # characters tokenised as one string
 BLOCK = 1 << 20  # characters handed to the tokenizer at once: this bounds memory
@@ -48,19 +50,10 @@ class LanguageObjective(Objective):
         return self.windows[split].groups()
 
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
-        batch = self.windows[split].batch(items)
-        inputs = {"input_ids": batch.input_ids}
-        return Batch(np.asarray(items), inputs, {"labels": batch.targets}, self.count(split, items))
-
-    def places(self, split: str, items: Array) -> tuple[Array, Array]:
-        windows = self.windows[split]
-        starts = np.asarray(items) * windows.size
-        return starts, np.minimum(starts + windows.size + 1, len(windows.split.tokens))
+        return self.windows[split].batch(items)
 
     def count(self, split: str, items: Array) -> int:
-        windows = self.windows[split]
-        first = np.asarray(items) * windows.size
-        return int(np.minimum(windows.size, len(windows.split.tokens) - 1 - first).sum())
+        return self.windows[split].count(items)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch, "sum", self.label_smoothing)
@@ -113,10 +106,10 @@ class LanguageModeling(TaskKind):
                 split: _Stream(writer, encoder, boundary, dataset.separate)
                 for split, writer in writers.items()
             }
-            with progress(f"tokenising {dataset.name}", None, "rows", show) as advance:
-                for split, text in documents(dataset):
+            with contextlib.closing(Display(f"tokenising {dataset.name}", None, 0, show, "row")) as display:
+                for row, (split, text) in enumerate(documents(dataset), 1):
                     streams[split].add(text)
-                    advance(1)
+                    display.advance(row)
             splits = {split: stream.close() for split, stream in streams.items()}
         for split, meta in splits.items():
             if not meta["bytes"]:
@@ -147,12 +140,9 @@ class LanguageModeling(TaskKind):
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
         predicts for any size: every token but the boundary at the start of the stream."""
-        cost = unigram_cost(count_tokens(store["train"].tokens[1:], store.vocab_size))
-        found = {}
-        for split in splits:
-            counts = count_tokens(split.tokens[1:], store.vocab_size)
-            found[split.name] = language_metrics(float(counts @ cost), int(counts.sum()), split.bytes)
-        return {"unigram": found}
+        seen, vocabulary = store["train"].tokens[1:], store.vocab_size
+        scores = {split.name: unigram(seen, split.tokens[1:], vocabulary, split.bytes) for split in splits}
+        return {"unigram": scores}
 
 
 KIND = LanguageModeling()
@@ -160,9 +150,7 @@ KIND = LanguageModeling()
 
 def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, float]:
     """Mean loss in nats, perplexity and bits per byte of `tokens` predictions that cover `num_bytes` of text.
-
-    Perplexity is inf where it does not fit a float (a loss above 709).
-    """
+    Perplexity is inf where it does not fit a float (a loss above 709)."""
     loss = float(nll_sum) / tokens
     try:
         perplexity = math.exp(loss)
@@ -177,9 +165,11 @@ def check_language_model(model: Any, option: str) -> None:
         raise UserError(f"{option} is for language models; a {type(model).__name__} does not continue texts")
 
 
-def unigram_cost(seen: Array) -> Array:
-    """Nats for each token, from how often each was seen; smoothed by adding one."""
-    return np.log(float(seen.sum() + len(seen))) - np.log(seen + 1.0)
+def unigram(seen: Array, tokens: Array, vocabulary: int, num_bytes: int) -> dict[str, float]:
+    """The metrics of predicting tokens from how often each was seen, smoothed by adding one."""
+    before, counts = count_tokens(seen, vocabulary), count_tokens(tokens, vocabulary)
+    cost = np.log(float(before.sum() + len(before))) - np.log(before + 1.0)
+    return language_metrics(float(counts @ cost), int(counts.sum()), num_bytes)
 
 
 def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:
@@ -202,10 +192,8 @@ def _choose(texts: list[str], held_out: dict[str, float]) -> list[str]:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in parts of at most `size` characters, cut before a space that starts a word.
-
-    Byte-level BPE never joins a word to what is before its space, so there the cut changes no token.
-    """
+    """A text in parts of at most `size` characters, cut before a space that starts a word. Byte-level BPE
+    never joins a word to what is before its space, so there the cut changes no token."""
     start = 0
     while len(text) - start > size:
         cut = start + size

@@ -17,22 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import Layout
+from oelm.data.assemble import PADDED, Array, Batch, Layout
 from oelm.data.dataset import Dataset, Part
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    PADDED,
-    Array,
-    Batch,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    pair_fault,
-    write_items,
-)
+from oelm.data.tasks.base import Measured, Objective, Reader, Splits, TaskKind, pair_fault, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
@@ -104,24 +93,21 @@ class AnswerReader(Reader):
         for line in lines:  # a document may be many windows
             question, context = line.split("\t", 1)
             items = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
-            best: tuple[float, float, str] = (-np.inf, 0.0, "")
-            ends = np.cumsum(items["lengths"])
-            for first in range(0, len(ends), WINDOWS):
+            begins = np.cumsum(items["lengths"]) - items["lengths"]
+            found = []
+            for first in range(0, len(begins), WINDOWS):
                 part = slice(first, first + WINDOWS)
                 lengths, context_from = items["lengths"][part], items["context"][part]
-                begins = ends[part] - lengths
-                tokens = items["tokens"][begins[0] : begins[0] + lengths.sum()]
+                tokens = items["tokens"][begins[first] : begins[first] + lengths.sum()]
                 inputs = self.inputs(tokens, lengths, context_from)
-                out = self.model(**inputs)
                 starts = torch.from_numpy(context_from).to(self.model.device)
-                spans = best_spans(out, inputs["attention_mask"], starts)
-                score, probability, start, end = (values.cpu().numpy() for values in spans)
-                row = int(score.argmax())
-                if score[row] > best[0]:
-                    at = begins[row] + start[row], begins[row] + end[row]
-                    text = context[items["chars_from"][at[0]] : items["chars_to"][at[1]]].strip()
-                    best = float(score[row]), float(probability[row]), text
-            yield {"answer": best[2], "score": best[1]}
+                spans = best_spans(self.model(**inputs), inputs["attention_mask"], starts)
+                found.append([values.cpu().numpy() for values in spans])
+            score, probability, start, end = map(np.concatenate, zip(*found, strict=True))
+            best = int(score.argmax())
+            first, last = begins[best] + start[best], begins[best] + end[best]
+            answer = context[items["chars_from"][first] : items["chars_to"][last]].strip()
+            yield {"answer": answer, "score": float(probability[best])}
 
 
 class QuestionAnswering(TaskKind):
@@ -168,10 +154,8 @@ KIND = QuestionAnswering()
 
 
 def answer_scores(right: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, Array]:
-    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers.
-
-    A question without right answers has the right answer "" (and only an empty one matches an empty one).
-    """
+    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers. A
+    question without right answers has the right answer "" (and only an empty one matches an empty one)."""
     exact, overlap = [], []
     for texts, answer in zip(right, predictions, strict=True):
         said = _answer_words(answer)

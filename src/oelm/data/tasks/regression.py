@@ -6,7 +6,6 @@ config keeps (`label_mean`, `label_std`), so that predictions and RMSE are in th
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.audit import unwrap
-from oelm.data.catalogue import Task
+from oelm.data.assemble import Array, Batch
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths
+from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Array, Batch, Measured, Objective, Splits
+from oelm.data.tasks.base import Measured, Objective
 from oelm.data.tasks.texts import LabelledTexts, TextReader
-from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
 
@@ -40,7 +38,9 @@ class RegressionObjective(Objective):
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = model(**batch.inputs).logits.float().squeeze(-1)
-        return F.mse_loss(logits, standardised(model, batch), reduction="sum"), logits
+        mean, std = scale_of(model)
+        labels = ((batch.targets["labels"] - mean) / std).float()
+        return F.mse_loss(logits, labels, reduction="sum"), logits
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         scores = regression_metrics(arrays["labels"], arrays["predictions"])
@@ -54,21 +54,10 @@ def scale_of(model: nn.Module) -> tuple[float, float]:
     return float(getattr(config, "label_mean", 0.0)), float(getattr(config, "label_std", 1.0))
 
 
-def standardised(model: nn.Module, batch: Batch) -> Tensor:
-    """The labels of a batch as the model learns them."""
-    mean, std = scale_of(model)
-    return ((batch.targets["labels"] - mean) / std).float()
-
-
 class NumberReader(TextReader):
     """The number of a text, or of a pair."""
 
     says = ("value",)
-
-    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
-        super().__init__(model, tokenizer, max_length)
-        if (count := model.config.num_labels) != 1:
-            raise UserError(f"this model gives a text {count} numbers (regression), and here a text has one")
 
     @torch.no_grad()
     def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -87,9 +76,6 @@ class Regression(LabelledTexts):
     smooths = False
     column = "values"
 
-    def read_task(self, dataset: Dataset, task: Task) -> None:
-        self.read_file(dataset, 0)
-
     def read_file(self, dataset: Dataset, splits: int) -> None:
         for part in dataset.parts:
             for row, value in enumerate(part.values):
@@ -100,22 +86,17 @@ class Regression(LabelledTexts):
                         "remove the row"
                     )
 
-    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """A split's metadata has the labels' mean, deviation and range."""
-        encoder = Encoder(tokenizer, lengths.text)
-        splits = self.write_texts(
-            dataset, encoder, folder, show, np.float64,
-            lambda rows: np.array([_number(value) for value in rows.columns["label"]]),
-        )  # fmt: skip
-        for split, meta in splits.items():
-            values = np.load(folder / f"{split}.values.npy")
-            summary = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
-            meta |= {f"label_{name}": float(value) for name, value in summary.items()}
-        if not splits["train"]["label_std"] > 0:
-            raise UserError(
-                f"{dataset.name}: all training texts have the same label; there is nothing to learn"
-            )
-        return splits
+    def labels(self, rows: Rows) -> Array:
+        return np.array([_number(value) for value in rows.columns["label"]])
+
+    def dtype(self, dataset: Dataset) -> Any:
+        return np.float64
+
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        if split == "train" and not labels.std() > 0:
+            raise UserError(f"{dataset.name}: all training texts have the same label: nothing can be learned")
+        names = ("mean", "std", "min", "max")
+        return {f"label_{name}": float(getattr(labels, name)()) for name in names}
 
     def config_fields(self, store: Store) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
@@ -125,13 +106,6 @@ class Regression(LabelledTexts):
         model.config.problem_type = "regression"
         for key in ("label_mean", "label_std"):
             setattr(model.config, key, store["train"].meta[key])
-
-    def check_model(self, model: Any, name: str, task: str) -> None:
-        super().check_model(model, name, task)
-        if not self.fits(model):
-            raise UserError(
-                f"{name} does not give a text a number, which {task} asks for; fine-tune it for that"
-            )
 
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
         return regression_metrics(split.values, predictions)

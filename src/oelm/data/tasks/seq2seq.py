@@ -21,14 +21,13 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, PreTrainedModel
 
 from oelm.audit import unwrap
+from oelm.data.assemble import Array, Batch
 from oelm.data.batches import Plan
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
-from oelm.data.store import IGNORE, Split, Store, count_tokens
+from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
-    Array,
     Baselines,
-    Batch,
     Columns,
     Measured,
     Objective,
@@ -37,7 +36,7 @@ from oelm.data.tasks.base import (
     TaskKind,
     write_items,
 )
-from oelm.data.tasks.language_modeling import language_metrics, unigram_cost
+from oelm.data.tasks.language_modeling import language_metrics, unigram
 from oelm.data.tasks.question_answering import word_f1
 from oelm.data.tasks.token_classification import token_loss
 from oelm.data.tokenizer import Encoder, boundary_id
@@ -56,9 +55,6 @@ class Seq2SeqObjective(Objective):
         """An item's tokens are those of its source and of its target."""
         part = self.store[split]
         return Plan(part.lengths + part.target_lengths, batch_size, batch_tokens, seed)
-
-    def tokens(self, split: str, items: Array) -> int:
-        return super().tokens(split, items) + self.count(split, items)
 
     def count(self, split: str, items: Array) -> int:
         return int(self.store[split].target_lengths[items].sum())
@@ -162,10 +158,8 @@ class Seq2Seq(TaskKind):
         super().check_config(config, name)
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily.
-
-        What another task left behind (beams, a least length, forbidden repetitions) would be in the way.
-        """
+        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily. What
+        another task left behind (beams, a least length, forbidden repetitions) would be in the way."""
         start = model.config.decoder_start_token_id
         if start is None:
             raise UserError(
@@ -192,7 +186,6 @@ class Seq2Seq(TaskKind):
         ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
         common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
         found: Baselines = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
-        cost = unigram_cost(count_tokens(train.target_tokens, store.vocab_size))
         for split in splits:
             texts = split.right_texts().values()
             right = [record["target"] for record in texts]
@@ -202,9 +195,8 @@ class Seq2Seq(TaskKind):
             ):
                 scores = text_scores(right, written)
                 found[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
-            counts = count_tokens(split.target_tokens, store.vocab_size)
-            found["unigram"][split.name] = language_metrics(
-                float(counts @ cost), int(counts.sum()), split.meta["target_bytes"]
+            found["unigram"][split.name] = unigram(
+                train.target_tokens, split.target_tokens, store.vocab_size, split.meta["target_bytes"]
             )
         return found
 
@@ -221,10 +213,8 @@ def writes_targets(model: Any) -> bool:
 
 
 def text_scores(right: Sequence[str], written: Sequence[str]) -> dict[str, Array]:
-    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur.
-
-    Spaces aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers.
-    """
+    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur. Spaces
+    aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers."""
     pairs = [*zip(right, written, strict=True)]
     return {
         "exact_match": np.array([float(plain_text(text) == plain_text(said)) for text, said in pairs]),

@@ -1,17 +1,17 @@
 """Texts, or pairs of texts, with one label each: what classification and regression share."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from oelm.data.assemble import Array
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Rows
+from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Array, Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
+from oelm.data.tasks.base import Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
 from oelm.errors import UserError
@@ -21,9 +21,10 @@ from oelm.models.fit import agree_on_padding
 class TextReader(Reader):
     """Lines that are texts or, for a model of pairs, text, tab, text."""
 
-    @property
-    def pairs(self) -> bool:
-        return bool(getattr(self.model.config, "text_pairs", False))
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        super().__init__(model, tokenizer, max_length)
+        check_one_answer(model)
+        self.pairs = bool(getattr(model.config, "text_pairs", False))
 
     def problem(self, line: str) -> str:
         fault = pair_fault(line.split("\t")) if self.pairs else ""
@@ -56,32 +57,48 @@ class LabelledTexts(TaskKind):
             )
         return columns
 
-    def write_texts(
-        self,
-        dataset: Dataset,
-        encoder: Encoder,
-        folder: Path,
-        show: bool,
-        dtype: Any,
-        labels_of: Callable[[Rows], Array],
-    ) -> Splits:
-        pairs = "text_pair" in dataset.parts[0].columns
+    def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
+        encoder, pairs = Encoder(tokenizer, lengths.text), "text_pair" in dataset.parts[0].columns
 
         def encode(rows: Rows) -> dict[str, Any]:
-            values: dict[str, Any] = {self.column: labels_of(rows), "bytes": rows.bytes("text", "text_pair")}
+            values: dict[str, Any] = {self.column: self.labels(rows)}
+            values["bytes"] = rows.bytes("text", "text_pair")
+            texts = rows.columns["text"]
             if pairs:
-                tokens, lengths, values["second"], cut = encoder.pairs(
-                    rows.columns["text"], rows.columns["text_pair"]
-                )
+                tokens, lengths, values["second"], cut = encoder.pairs(texts, rows.columns["text_pair"])
             else:
-                tokens, lengths, cut = encoder.texts(rows.columns["text"])
+                tokens, lengths, cut = encoder.texts(texts)
             return values | {"tokens": tokens, "lengths": lengths, "truncated": cut}
 
-        dtypes = {self.column: dtype} | ({"second": np.uint32} if pairs and encoder.typed else {})
-        return write_items(dataset, folder, encoder, dtypes, encode, show)
+        dtypes = {self.column: self.dtype(dataset)}
+        if pairs and encoder.typed:
+            dtypes["second"] = np.uint32
+        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        for split, meta in splits.items():
+            meta |= self.summary(dataset, split, np.load(folder / f"{split}.{self.column}.npy"))
+        return splits
+
+    @abstractmethod
+    def labels(self, rows: Rows) -> Array:
+        """What is written for these rows."""
+
+    @abstractmethod
+    def dtype(self, dataset: Dataset) -> Any:
+        """Of what is written."""
+
+    @abstractmethod
+    def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
+        """What a split's metadata says of its labels."""
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         agree_on_padding(model, store.tokenizer())
+
+    def check_model(self, model: Any, name: str, task: str) -> None:
+        super().check_model(model, name, task)
+        check_one_answer(model)
+        if not self.fits(model):
+            is_what = "gives a text a number" if gives_numbers(model) else f"is a {type(model).__name__}"
+            raise UserError(f"{name} {is_what}, and {task} needs a model that can {self.does}: fine-tune it")
 
     @abstractmethod
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:
@@ -98,9 +115,8 @@ class LabelledTexts(TaskKind):
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
         """A constant and, where scikit-learn is installed, linear models of words and pairs of words."""
         name, value = self.constant(store)
-        found = {
-            name: {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
-        }
+        constant = {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
+        found = {name: constant}
         if not have_sklearn():
             return found
         texts, labels = StoreTexts(store), getattr(store["train"], self.column)
@@ -124,3 +140,13 @@ class LabelledTexts(TaskKind):
 def gives_numbers(model: Any) -> bool:
     """Whether a model gives a text a number, not a class."""
     return bool(model.config.num_labels == 1 or model.config.problem_type == "regression")
+
+
+def check_one_answer(model: Any) -> None:
+    """Refuse a model that gives a text several labels or numbers at once."""
+    kind, outputs = model.config.problem_type, model.config.num_labels
+    if kind == "multi_label_classification" or (kind == "regression" and outputs > 1):
+        raise UserError(
+            f"this model gives a text {outputs} answers at once ({kind}), and here a text has one; "
+            "fine-tune it for that"
+        )

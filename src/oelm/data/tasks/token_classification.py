@@ -9,22 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oelm.data.assemble import Array, Batch
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import SPLITS, Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    Array,
-    Baselines,
-    Batch,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Measured, Objective, Reader, Splits, TaskKind, write_items
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
@@ -158,10 +149,8 @@ KIND = TokenClassification()
 
 def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, Array]:
     """Per sequence: `tags` and how many of them are `right`; and where all tags are O, B-* or I-*:
-    `entities`, `entities_predicted`, and how many of those are right (`entities_right`).
-
-    Entities are read as conlleval does: an I- that continues nothing of its type begins an entity.
-    """
+    `entities`, `entities_predicted`, and how many of those are right (`entities_right`). Entities are read as
+    conlleval does: an I- that continues nothing of its type begins an entity."""
     pairs = [*zip(truth, predicted, strict=True)]
     counts = {
         "tags": [len(true) for true in truth],
@@ -177,10 +166,8 @@ def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
 
 def tagging_metrics(counts: dict[str, Array]) -> dict[str, float]:
-    """Token accuracy and, where there are entities, their precision, recall and F1 over all sequences.
-
-    An entity is right when type and extent are; no entities at all give 0.
-    """
+    """Token accuracy and, where there are entities, their precision, recall and F1 over all sequences. An
+    entity is right when type and extent are; no entities at all give 0."""
     total = {name: int(values.sum()) for name, values in counts.items()}
     scores = {"token_accuracy": _ratio(total["right"], total["tags"])}
     if "entities" not in total:

@@ -1,4 +1,4 @@
-"""What a user sees of a run: a bar with loss, metric, speed and time left, or a line now and then."""
+"""What a user sees of long work: a bar with loss, metric, speed and time left, or a line now and then."""
 
 import sys
 import time
@@ -10,9 +10,9 @@ QUIET_SECONDS = 15.0  # between two lines where there is no terminal
 
 
 class Display:
-    """Progress on stderr; `show=False` is silent."""
+    """Progress on stderr; `show=False` is silent, `total` is None where nobody can know it."""
 
-    def __init__(self, label: str, total: int, start: int, show: bool, unit: str = "step") -> None:
+    def __init__(self, label: str, total: int | None, start: int, show: bool, unit: str = "step") -> None:
         self.label, self.total, self.start, self.show, self.unit = label, total, start, show, unit
         self.began = time.monotonic()
         self.last_line = self.began
@@ -20,19 +20,17 @@ class Display:
         self.latest: dict[str, str] = {}
         self._bar: Any = None  # drawn from the first step on: a run that cannot start leaves the screen alone
 
-    def advance(self, step: int, tokens: int) -> None:
+    def advance(self, step: int, tokens: int = 0) -> None:
         self.tokens += tokens
         if self._bar is None and self.show and sys.stderr.isatty():
             self._bar = _bar(self.label, self.total, self.start)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
         elif self._line_is_due():
-            parts = (
-                f"{self.label}: {self.unit} {step}/{self.total}",
-                self._rest(),
-                f"{self.left(step)} left",
-            )
-            say(", ".join(filter(None, parts)), err=True)
+            done, taken = step - self.start, time.monotonic() - self.began
+            left = duration(taken / done * (self.total - step)) if done and self.total else "?"
+            place = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
+            say(", ".join(filter(None, (place, self._rest(), f"{left} left"))), err=True)
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Between two steps."""
@@ -49,7 +47,7 @@ class Display:
     def watch(self, done: int, of: int) -> None:
         """All there is to see is an evaluation, of so many batches."""
         self.total = of
-        self.advance(done, 0)
+        self.advance(done)
 
     def note(self, **values: float) -> None:
         """Numbers shown from now on: loss, a metric."""
@@ -62,10 +60,6 @@ class Display:
         elif self.show:
             say(text, err=True)
 
-    def left(self, step: int) -> str:
-        done, taken = step - self.start, time.monotonic() - self.began
-        return duration(taken / done * (self.total - step)) if done else "?"
-
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -76,7 +70,7 @@ class Display:
         return ", ".join([*numbers, f"{speed:,.0f} tokens/s"] if self.tokens else numbers)
 
 
-def _bar(label: str, total: int, start: int) -> Any:
+def _bar(label: str, total: int | None, start: int) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
