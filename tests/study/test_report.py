@@ -408,7 +408,7 @@ def test_one_incomplete_record_is_named_and_the_others_are_compared(tmp_path, ki
     found = analyse(out)
     assert len(found.damaged) == 1 and f"{victim} is not the record of a run: " in str(found.damaged[0])
     assert len(found.comparisons) == 1 and len(found.comparisons[0].seeds) == 4
-    assert run_status(victim.parent).to_dict() and summary(found)
+    assert run_status(victim.parent).status and summary(found)
 
 
 def test_warnings_that_differ_in_numbers_only_are_one_line():

@@ -84,7 +84,7 @@ def test_killed_between_the_best_checkpoint_and_the_index(
     config, reference = unbroken(**EARLY)
     best, out = outcome(reference)["index"]["best"], tmp_path / "run"
     for saves in range(200):
-        strike = Strike(signal.SIGKILL, "Checkpoints._write_index", path=".index.json", n=1 + 2 * saves)
+        strike = Strike(signal.SIGKILL, "Checkpoints.save", path=".index.json", n=1 + 2 * saves)
         machine.run(config, out, strike=strike)
         if kept(out)[-1] == best:
             break
