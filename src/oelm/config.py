@@ -131,7 +131,7 @@ class TrainingConfig(_Table):
     deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
     eval_every: int = 0  # steps; 0: at the end of every epoch
-    save_every: int = 500  # steps; evaluations that improve are saved too
+    save_every: int | None = None  # steps; None: every minute; evaluations that improve are saved too
     keep: int = 2  # checkpoints, besides the best
     log_every: int = 10
     early_stopping: int = 0  # evaluations without improvement before stopping; 0: never

@@ -136,7 +136,7 @@ def test_the_loss_is_what_the_models_compute_themselves(store, tmp_path):
         assert loss.item() == pytest.approx(8 * model(**batch.inputs, labels=labels).loss.item(), rel=1e-5)
         with torch.no_grad():
             _, arrays = objective.outputs(model, batch)
-        errors = (arrays["predictions"] - arrays["labels"]) / meta["label_std"]
+        errors = (arrays["predictions"] - arrays["labels"]).numpy() / meta["label_std"]
         assert loss.item() == pytest.approx((errors**2).sum(), rel=1e-5)
 
 

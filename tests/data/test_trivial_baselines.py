@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 from oelm.data import Store, Windows, load_file, load_task, open_store, prepare
 from oelm.data import store as stores
 from oelm.data import trivial_baselines as references
-from oelm.data.trivial_baselines import CACHE, second_start, trivial_baselines
+from oelm.data.trivial_baselines import CACHE, compute_beside, second_start, trivial_baselines
 from oelm.errors import UserError
+from oelm.system.files import locked_folder
 
 GOOD, BAD = ["splendid", "lovely", "bright"], ["dreadful", "awful", "grey"]
 PLAIN = ["film", "story", "actor", "music", "ending", "scene", "plot"]
@@ -201,6 +203,21 @@ def test_the_cache_is_used_and_replaced_by_a_new_version(
         path.write_text(broken)
         assert trivial_baselines(store) == both
     assert [file.name for file in store.folder.glob("references*")] == [CACHE]
+
+
+def test_another_process_computes_them_once_and_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = _corpus(tmp_path)
+    with locked_folder(store.folder):  # it has to wait, too
+        compute_beside(store)
+        time.sleep(0.2)
+        assert not (store.folder / CACHE).exists()
+    assert references._COMPUTING.pop().wait(120) == 0
+    monkeypatch.setattr(references, "_compute", lambda store: pytest.fail("it is there"))
+    assert trivial_baselines(store)["unigram"]["test"]["perplexity"] > 1
+    monkeypatch.setattr(references.subprocess, "Popen", lambda *given, **options: pytest.fail("it is there"))
+    compute_beside(store)
 
 
 def test_a_store_that_cannot_be_written_to_is_fine(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ import torch
 import oelm
 from oelm.bench.load import made_stream, made_texts
 from oelm.config import RunConfig, make_config, resolve_config
+from oelm.data import open_store
 from oelm.study.design import StudyConfig
+from oelm.training import loop
 from oelm.training.loop import train
 from oelm.training.resolve import objective_of, prepare_data, resolve_run
 from tests.data.made import labelled
+from tests.training.runs import make_store
 
 CPU = torch.device("cpu")
 
@@ -97,3 +100,16 @@ def test_a_run_of_the_library_names_its_model(tmp_path):
     )
     train(asked, open_store(make_store(tmp_path)), tmp_path / "run", show=False)
     assert asked.model.name is None and read_config(tmp_path / "run").model.name == "gpt-tiny"
+
+
+def test_without_save_every_the_clock_decides(tmp_path, monkeypatch):
+    store = open_store(make_store(tmp_path))
+    values = {"steps": 9, "batch_size": 4, "log_every": 2, "eval_every": 9, "keep": 9}
+    config = make_config({"task": {"max_length": 32}, "training": values | {"test": False}})
+    kept = {}
+    for seconds in (0.0, 3600.0):
+        monkeypatch.setattr(loop, "SAVE_AFTER", seconds)
+        loop.train(config, store, tmp_path / str(seconds), show=False)
+        kept[seconds] = sorted(path.name for path in (tmp_path / str(seconds)).glob("checkpoints/step-*"))
+    assert [int(name[5:]) for name in kept[0.0]] == [2, 4, 6, 8, 9]  # where the run looks at its loss anyway
+    assert [int(name[5:]) for name in kept[3600.0]] == [9]

@@ -7,6 +7,9 @@ there are is up to the task kind (`TaskKind.trivial_baselines`); here are their 
 
 import contextlib
 import importlib.util
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,11 +19,11 @@ import numpy as np
 
 from oelm.data.manifest import digest
 from oelm.data.shuffle import permutation
-from oelm.data.store import Split, Store
+from oelm.data.store import Split, Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
-from oelm.system.files import read_json, write_json
+from oelm.system.files import locked_folder, read_json, write_json
 
 VERSION = 2  # of what is computed here: another version's cache is not read
 CACHE = "references.json"
@@ -36,6 +39,7 @@ CHUNK = 2_048  # texts in memory at once while measuring
 
 Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]
+_COMPUTING: list[subprocess.Popen[bytes]] = []
 
 
 def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test")) -> Baselines:
@@ -46,13 +50,39 @@ def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test
     wanted = [store[name] for name in splits]
     known = _read_cache(store)
     if known is None:
-        measured = [split for name, split in store.splits.items() if name != "train"]
-        known = task_kind(store.kind).trivial_baselines(store, measured)
-        if have_sklearn():  # or some may be missing
-            kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}
-            with contextlib.suppress(OSError):  # a folder that cannot be written to is fine
-                write_json(store.folder / CACHE, kept | {"digest": digest(kept)})
+        with _one_at_a_time(store):  # another process may be at it
+            known = _read_cache(store) or _compute(store)
     return {name: {split.name: by_split[split.name] for split in wanted} for name, by_split in known.items()}
+
+
+def compute_beside(store: Store) -> None:
+    """Let another process compute them, once for all runs, while a GPU trains: `trivial_baselines` waits for
+    it. A task kind that only this process knows is left to that call."""
+    if _read_cache(store) is None and os.access(store.folder, os.W_OK):
+        command = [sys.executable, "-m", __name__, str(store.folder)]
+        env, none = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, env=env, start_new_session=True, stdin=none, stdout=none, stderr=none
+        )
+        _COMPUTING.append(process)  # it may outlive its run: others use what it finds
+
+
+def _compute(store: Store) -> Baselines:
+    measured = [split for name, split in store.splits.items() if name != "train"]
+    known = task_kind(store.kind).trivial_baselines(store, measured)
+    if have_sklearn():  # or some may be missing
+        kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is fine
+            write_json(store.folder / CACHE, kept | {"digest": digest(kept)})
+    return known
+
+
+@contextlib.contextmanager
+def _one_at_a_time(store: Store) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(locked_folder(store.folder, wait=True))
+        yield
 
 
 def _read_cache(store: Store) -> Baselines | None:
@@ -150,3 +180,7 @@ def second_start(tokens: list[int], joiner: list[int]) -> int:
     size = len(joiner)
     places = range(len(tokens) - size + 1)
     return next((i + size for i in places if tokens[i : i + size] == joiner), len(tokens))
+
+
+if __name__ == "__main__":
+    trivial_baselines(open_store(sys.argv[1]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oelm.data.trivial_baselines import trivial_baselines
+from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.study.design import Study
@@ -31,7 +31,8 @@ def prepare_settings(study: Study) -> list[Setting]:
         config, store = prepare_data(study.task_config(task), device, show=True)
         for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
-        trivial_baselines(store)  # computed once here; every run reads the cache
+        # Once for all runs, which read what was computed; with a GPU the first ones train meanwhile.
+        (compute_beside if device.type == "cuda" else trivial_baselines)(store)
         run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
         settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]

@@ -151,24 +151,25 @@ def folder_beside(final: Path) -> Iterator[Path]:
     prefix, suffix = f".{final.name}.oelm-", ".part"
     for path in final.parent.iterdir():
         if path.name.startswith(prefix) and path.name.endswith(suffix):
-            with contextlib.suppress(OSError), _locked_folder(path):
+            with contextlib.suppress(OSError), locked_folder(path):
                 shutil.rmtree(path, ignore_errors=True)
     beside = final.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}")
     beside.mkdir()
     try:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # a file system without locks: then leftovers stay
-                stack.enter_context(_locked_folder(beside))
+                stack.enter_context(locked_folder(beside))
             yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked_folder(path: Path) -> Iterator[None]:
+def locked_folder(path: Path, wait: bool = False) -> Iterator[None]:
+    """As `lock_file`, without leaving a file."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(handle)

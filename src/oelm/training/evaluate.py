@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from oelm.data.assemble import PADDED, Layout
 from oelm.data.tasks.base import Measured, Objective
@@ -39,22 +39,24 @@ def evaluate(
     epoch = plan.epoch()
     training = model.training
     model.eval()
-    loss_sum, count = 0.0, 0
-    found: dict[str, list[Array]] = {}
+    losses: list[Tensor] = []
+    count = 0
+    found: dict[str, list[Tensor | Array]] = {}
     for step in range(len(epoch)):
         watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
         kept = len(items) > 0
         batch = objective.batch(split, items if kept else epoch.batch(step)[:1], layout).to(state.device)
         with autocast():
-            loss, arrays = objective.outputs(model, batch)
+            loss, outputs = objective.outputs(model, batch)
         if kept:
-            loss_sum += loss.item()
+            losses.append(loss)
             count += objective.count(split, items)
-            for key, value in {"ids": batch.ids, "order": np.asarray(items), **arrays}.items():
+            for key, value in {"ids": batch.ids, "order": np.asarray(items), **outputs}.items():
                 found.setdefault(key, []).append(value)
     model.train(training)
-    joined = {key: np.concatenate(values) for key, values in found.items()}
+    loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0  # in float64, batch after batch
+    joined = {key: _joined(values) for key, values in found.items()}
     parts = [(loss_sum, count, joined)] * state.num_processes
     if state.num_processes > 1:
         dist.all_gather_object(parts, parts[0])
@@ -65,3 +67,8 @@ def evaluate(
     arrays["groups"] = objective.groups(split)
     # fsum-like: add in float64 in a fixed order of processes.
     return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)
+
+
+def _joined(values: list[Tensor | Array]) -> Array:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.cat(tensors).cpu().numpy() if tensors else np.concatenate(values)

@@ -18,6 +18,7 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
+from oelm.data.trivial_baselines import compute_beside
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
@@ -32,6 +33,7 @@ from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
 from oelm.training.stopping import stopping
 
+SAVE_AFTER = 60.0  # seconds, where `training.save_every` is not given
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
 
@@ -63,6 +65,8 @@ def train(
             if state.is_main_process:
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
+            if state.is_main_process and state.device.type == "cuda":  # the CPU has time
+                compute_beside(store)
             run = start_run(resolved, objective, folder, state, raw, report, show, stop)
             stop.patient = True
             _run(run, resolved.plan)
@@ -136,7 +140,7 @@ def _steps(run: Run, plan: Plan) -> None:
         end = progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
         due = last or end
         logs = progress.step % training.log_every == 0 or last
-        saves = bool(training.save_every) and progress.step % training.save_every == 0
+        saves = _saves(run, logs)
         stops = run.stop.reason is not None
         if run.state.num_processes > 1:
             stops = logs and parallel.anyone(stops, run.state)
@@ -159,6 +163,13 @@ def _steps(run: Run, plan: Plan) -> None:
             raise Interrupted(run.stop.reason or notice("stop.other_process"))
         if not recent:
             started = time.perf_counter()
+
+
+def _saves(run: Run, logs: bool) -> bool:
+    every = run.config.training.save_every
+    if every is not None:
+        return every > 0 and run.progress.step % every == 0
+    return logs and parallel.anyone(time.monotonic() - run.saved_at > SAVE_AFTER, run.state)
 
 
 def _step(run: Run, batches: Epoch, k: int) -> Taken:
@@ -278,6 +289,7 @@ def _save(run: Run) -> None:
             run.progress.logged = run.log.lines
         state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
         run.checkpoints.save(Checkpoint(model, moments, state))
+    run.saved_at = time.monotonic()
     run.state.wait_for_everyone()
 
 

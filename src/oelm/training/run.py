@@ -1,6 +1,7 @@
 """One process's part of a run: its parts, and how it starts."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -75,6 +76,7 @@ class Run:
     log: MetricsLog | None = None  # of the main process
     trackers: list[Any] = field(default_factory=list)
     step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
+    saved_at: float = field(default_factory=time.monotonic)  # or when the process started
 
     @property
     def config(self) -> RunConfig:

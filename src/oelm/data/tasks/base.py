@@ -93,8 +93,9 @@ class Objective(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
 
     @abstractmethod
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
-        """The loss, and per item whatever `measure` needs, as arrays whose first axis is the items."""
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
+        """The loss, and per item whatever `measure` needs, along the first axis. Tensors stay on their
+        device: `evaluate` reads them after the last batch, so that a GPU is not waited for in between."""
 
     @abstractmethod
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured: ...

@@ -46,12 +46,12 @@ class ClassificationObjective(Objective):
         options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
         return F.cross_entropy(logits, batch.targets["labels"], weight=weights, **options)
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         logits = model(**batch.arguments()).logits.float()
         labels = batch.targets["labels"]
         # Measured without smoothing and weights, so that losses of different recipes compare.
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        return loss, {"labels": labels.cpu().numpy(), "scores": logits.softmax(-1).cpu().numpy()}
+        return loss, {"labels": labels, "scores": logits.softmax(-1)}
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         predictions = arrays["scores"].argmax(-1)

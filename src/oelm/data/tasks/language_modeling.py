@@ -58,11 +58,11 @@ class LanguageObjective(Objective):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch, "sum", self.label_smoothing)
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         losses = self._loss(model, batch, "none", 0.0).double()
         return losses.sum(), {
-            "scores": losses.sum(1).cpu().numpy(),  # nats per window
-            "tokens": (batch.targets["labels"] != IGNORE).sum(1).cpu().numpy(),
+            "scores": losses.sum(1),  # nats per window
+            "tokens": (batch.targets["labels"] != IGNORE).sum(1),
         }
 
     def _loss(self, model: nn.Module, batch: Batch, reduction: str, smoothing: float) -> Tensor:

@@ -56,12 +56,12 @@ class AnswerObjective(Objective):
         )
         return (start + end) / 2
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         out = model(**batch.inputs)
         mask, context = batch.inputs["attention_mask"], batch.targets["context"]
         score, _, start, end = best_spans(out, mask, context)
-        arrays = {"items": batch.targets["items"], "scores": score, "starts": start, "ends": end}
-        return self._loss(out, batch), {name: values.cpu().numpy() for name, values in arrays.items()}
+        items = batch.targets["items"]
+        return self._loss(out, batch), {"items": items, "scores": score, "starts": start, "ends": end}
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
         """The arrays have one entry per question from here on: of its window with the highest score."""

@@ -27,14 +27,11 @@ class RegressionObjective(Objective):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._loss(model, batch)[0]
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         loss, logits = self._loss(model, batch)
         mean, std = scale_of(model)
         predictions = logits.double() * std + mean
-        return loss, {
-            "labels": batch.targets["labels"].cpu().numpy(),
-            "predictions": predictions.cpu().numpy(),
-        }
+        return loss, {"labels": batch.targets["labels"], "predictions": predictions}
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = model(**batch.inputs).logits.float().squeeze(-1)

@@ -67,7 +67,7 @@ class Seq2SeqObjective(Objective):
         shifted = unwrap(model).prepare_decoder_input_ids_from_labels(batch.targets["labels"])  # type: ignore[operator]
         return model(**batch.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         labels = batch.targets["labels"]
         losses = F.cross_entropy(
             self._logits(model, batch).transpose(1, 2), labels, ignore_index=IGNORE, reduction="none"
@@ -76,8 +76,8 @@ class Seq2SeqObjective(Objective):
         written = write(unwrap(model), self.tokenizer, batch.inputs, max_new_tokens=longest)  # type: ignore[arg-type]
         return losses.sum(), {
             "predictions": np.array([plain_text(text) for text in written]),
-            "scores": losses.sum(1).cpu().numpy(),  # nats per target
-            "tokens": (labels != IGNORE).sum(1).cpu().numpy(),
+            "scores": losses.sum(1),  # nats per target
+            "tokens": (labels != IGNORE).sum(1),
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:

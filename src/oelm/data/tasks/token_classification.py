@@ -32,15 +32,15 @@ class TaggingObjective(Objective):
         logits = model(**batch.inputs).logits.float()
         return token_loss(logits, batch.targets["labels"], self.label_smoothing)
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Array]]:
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
         logits = model(**batch.inputs).logits.float()
         labels = batch.targets["labels"]
         loss = token_loss(logits, labels, 0.0)
         width = int(self.store.max_length)  # one width for all batches, so that they stack
         pad = (0, width - labels.shape[1])
         return loss, {
-            "labels": F.pad(labels, pad, value=IGNORE).cpu().numpy().astype(np.int16),
-            "predictions": F.pad(logits.argmax(-1), pad).cpu().numpy().astype(np.int16),
+            "labels": F.pad(labels, pad, value=IGNORE).short(),
+            "predictions": F.pad(logits.argmax(-1), pad).short(),
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
