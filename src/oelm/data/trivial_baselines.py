@@ -38,15 +38,15 @@ Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]
 
 
-def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test")) -> Baselines:
-    """Baseline -> split -> metrics, by the names of the task kind's metrics. Texts are what the prepared
-    dataset holds: cut at its max_length, as the model sees them. The linear ones carry `trained_on`, the
-    number of training texts they saw, and are left out where scikit-learn is missing or nothing can be
-    learned: no words, or one class only."""
-    wanted = [store[name] for name in splits]
+def trivial_baselines(store: Store, splits: Sequence[str] = ()) -> Baselines:
+    """Baseline -> split (these, or all but train) -> metrics, by the names of the task kind's metrics. Texts
+    are what the prepared dataset holds: cut at its max_length, as the model sees them. The linear ones carry
+    `trained_on`, the number of training texts they saw, and are left out where scikit-learn is missing or
+    nothing can be learned: no words, or one class only."""
+    measured = [split for name, split in store.splits.items() if name != "train"]
+    wanted = [store[name] for name in splits] or measured
     known = _read_cache(store)
     if known is None:
-        measured = [split for name, split in store.splits.items() if name != "train"]
         known = task_kind(store.kind).trivial_baselines(store, measured)
         if have_sklearn():  # or some may be missing
             kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}

@@ -108,7 +108,7 @@ class Trained:
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
             other = ("name", "data", "test_file", "train_size", "train_on")
-            changes = dict.fromkeys(other) | changes
+            changes = dict.fromkeys(other) | {"hold_out": True} | changes
         if changes.get("name"):  # which a file's columns say nothing of
             changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
