@@ -438,6 +438,7 @@ def test_every_experiment_is_readable_at_80_columns(id):
     experiment = get_experiment(id)
     shown = _render(experiment)
     assert max(map(len, shown.splitlines())) <= 80
+    assert (f"oelm train {id} --fair" in shown) == (ROWS[id][0] in CHOSEN_ON_TEST)
     recipe = shown.partition("[task]")[2].partition("\nPublished")[0]
     assert tomllib.loads("[task]" + recipe) == json.loads(json.dumps(experiment.config))
     for key, points in experiment.published.items():

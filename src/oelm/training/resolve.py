@@ -91,8 +91,8 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     choice = choice_of(task, model)
     if config.training.choose_on != "test" and not choice.has_validation:
         raise UserError(
-            f"{choice.data} has no validation split: it needs task.hold_out = true, or (to repeat a published "
-            "row) training.choose_on = 'test'"
+            f"{choice.data} has no validation split: it needs task.hold_out = true or, to repeat a published "
+            "row, training.choose_on = 'test'"
         )
     if model not in PRESETS:
         try:
