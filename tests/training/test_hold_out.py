@@ -17,11 +17,12 @@ from oelm.data import Store, load_file, load_task, open_store, prepare
 from oelm.data.tasks.language_modeling import documents
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
+from oelm.study.catalogue import experiment_config, get_experiment
 from oelm.study.design import make_study
 from oelm.training.predictions import read_predictions
-from oelm.training.resolve import objective_of, prepare_data, resolve_run
+from oelm.training.resolve import choice_of, objective_of, prepare_data, resolve_run
 from tests.command_line import caller
-from tests.data.made import parquet, sentence, wordpiece, write_csv
+from tests.data.made import parquet, sentence, split_sizes, wordpiece, write_csv
 from tests.training.language_models import corpus
 from tests.training.runs import Strike, outcome
 
@@ -145,6 +146,14 @@ def test_data_with_a_validation_split_of_its_own_stay_as_they_are(here: Path) ->
     task = TaskConfig(name="wikitext-2", tokenizer="train:300", hold_out=False)
     _, store = prepare_data(RunConfig(task=task), CPU, show=False)
     assert "validation" in store.splits
+
+
+@pytest.mark.parametrize("id", ["IMDB-oelm", "SST2-01"])
+def test_the_real_train_split_is_as_large_as_published(id: str, data_dir: Path) -> None:
+    task = TaskConfig(name=experiment_config(id).task.name, data_dir=str(data_dir), hold_out=False)
+    data = choice_of(task, None).load()
+    assert split_sizes(data)["train"] == get_experiment(id).published["train_items"]
+    assert split_sizes(data)["validation"] == 0
 
 
 def results_of(folder: Path) -> dict[str, Any]:
