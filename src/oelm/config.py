@@ -44,6 +44,7 @@ class TaskConfig(_Table):
     train_on: str | None = None
     train_size: int | None = None
     split_seed: int = 0
+    hold_out: bool = True  # False: train on the rows that validation would take; for choose_on = "test"
     max_length: int = 512
     max_target_length: int | None = None  # None: max_length
     tokenizer: str | None = None  # None: gpt2 for a task, train:8192 for a file, the model's own otherwise
@@ -214,7 +215,10 @@ class RunConfig(_Table):
 INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fallback")}
 
 # Keys added later: left out of the identity while they have their default, so that older records keep theirs.
-LATER = {"training": {"layer_decay": 1.0, "fast": True, "deterministic": True}}
+LATER: dict[str, dict[str, Any]] = {
+    "task": {"hold_out": True},
+    "training": {"layer_decay": 1.0, "fast": True, "deterministic": True},
+}
 
 # Flags of the command line: short names for common keys.
 FLAGS = {

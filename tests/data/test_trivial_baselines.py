@@ -214,7 +214,7 @@ def test_another_process_computes_them_once_and_is_waited_for(
         time.sleep(0.2)
         assert not (store.folder / CACHE).exists()
     assert references._COMPUTING.pop().wait(120) == 0
-    monkeypatch.setattr(references, "_compute", lambda store: pytest.fail("it is there"))
+    monkeypatch.setattr(references, "_compute", lambda *given: pytest.fail("it is there"))
     assert trivial_baselines(store)["unigram"]["test"]["perplexity"] > 1
     monkeypatch.setattr(references.subprocess, "Popen", lambda *given, **options: pytest.fail("it is there"))
     compute_beside(store)

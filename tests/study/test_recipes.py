@@ -2,7 +2,8 @@
 
 recipes.json was written by commit 7730626: per experiment every value that decides its result. `schedule` and
 `first_batch` are those of a made dataset, as the real ones are too large for a test. A deliberate change of a
-recipe changes the file by hand, with the reason in the commit.
+recipe changes the file by hand, with the reason in the commit. Since then only this was changed: the eight
+rows that chose on test hold nothing out (`hold_out`, which stands where it is false, as in an identity).
 """
 
 import json
@@ -49,7 +50,9 @@ def recipe(id: str) -> dict[str, Any]:
         "method": Method.from_dict(config.method.overrides()).to_dict(),
         "shape": {key: shape[key] for key in SHAPE if shape},
         "data": {
-            key: value for key, value in asdict(choice_of(config.task, name)).items() if value is not None
+            key: value
+            for key, value in asdict(choice_of(config.task, name)).items()
+            if value is not None and (key, value) != ("hold_out", True)
         },
         "task": {key: value for key, value in asdict(TASKS[str(config.task.name)]).items() if key in TASK},
         "precision": {kind: run.precision for kind, run in runs.items()},

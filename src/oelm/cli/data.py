@@ -13,6 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data set
 
 Name = Annotated[str, typer.Argument(help="A task (`oelm data list`) or a CSV, TSV, JSONL or Parquet file.")]
 SplitSeed = Annotated[int, typer.Option(help="Decides which rows of a file are held out.")]
+HoldOut = Annotated[bool, typer.Option(help="Take validation rows out of train where there is no split.")]
 
 
 @app.command("list")
@@ -36,6 +37,7 @@ def inspect(
     name: Name,
     given: dict[str, Any],
     split_seed: SplitSeed = 0,
+    hold_out: HoldOut = True,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -47,7 +49,8 @@ def inspect(
     from oelm.data import Choice
     from oelm.data.checks import describe, render
 
-    store = Choice(name, **given, split_seed=split_seed).store(show_progress=not as_json)
+    choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
+    store = choice.store(show_progress=not as_json)
     report = describe(store)
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
 
@@ -58,6 +61,7 @@ def prepare(
     name: Name,
     given: dict[str, Any],
     split_seed: SplitSeed = 0,
+    hold_out: HoldOut = True,
     out: Annotated[
         Path | None,
         typer.Option(help="Also copy the prepared dataset here.", callback=options.new_folder),
@@ -76,7 +80,8 @@ def prepare(
     from oelm.data.token_bins import write_bins
     from oelm.data.writer import copy_store
 
-    store = Choice(name, **given, split_seed=split_seed).store(show_progress=not as_json)
+    choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
+    store = choice.store(show_progress=not as_json)
     if bins is not None:
         write_bins(store, bins)
     if out is not None:

@@ -147,6 +147,8 @@ def _render(experiment: "Experiment") -> str:
     if here := _records(experiment):
         lines += ["", "Runs of it here", *here]
     lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
+    if experiment.config["training"]["choose_on"] == "test":
+        lines.append(f"  oelm train {experiment.id} --fair  # validation held out, tested once")
     return "\n".join(lines)
 
 

@@ -50,6 +50,9 @@ def train(
     stop_at_chance: Annotated[
         bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
     ] = False,
+    fair: Annotated[
+        bool, typer.Option("--fair", help="An experiment with validation held out, tested once.")
+    ] = False,
     gpu: options.Gpu = None,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
@@ -57,7 +60,7 @@ def train(
     """Train one model and record everything.
 
     Examples: oelm train --task sst2 --method oelm --lr 1e-3 --out runs/x; oelm train GPT-02;
-    oelm train --data my.csv --text body --label topic;
+    oelm train IMDB-oelm --fair; oelm train --data my.csv --text body --label topic;
     oelm train --data my.csv --text article --target summary --model t5-small
     """
     from oelm.config import flag_keys, resolve_config
@@ -66,11 +69,15 @@ def train(
     flags = flag_keys(given | {"task": task, "method": method, "lr": lr, "seed": seed})
     if stop_at_chance:
         flags["training.stop_at_chance"] = True
+    if fair:
+        flags |= {"task.hold_out": True, "training.choose_on": "validation"}
     base = experiment_config(experiment).to_dict() if experiment is not None else {}
     if plugin:
         flags["plugins"] = plugin
     asked, limit = resolve_config(base, config, flags, set_ or []), options.seconds_of(stop_after)
     load_plugins(asked.plugins)
+    if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
+        out = Path("runs", f"{asked.experiment}-fair")
     results = run_training(asked, out, overwrite, limit)
     if results:  # of the first process only
         say(json.dumps(results) if as_json else summary(results))

@@ -1,5 +1,6 @@
 """A data set before it is tokenised: its sources, which row goes to which split, and what was noticed."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class Dataset:
     label_names: list[str]
     identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
     separate: bool = True  # a corpus: are rows documents?
-    held_out: dict[str, float] = field(default_factory=dict)  # a corpus: split -> share of its documents
+    held_out: dict[str, float] = field(default_factory=dict)  # split -> share of the training rows
     dropped: dict[str, int] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)
     duplicates: dict[str, int] = field(default_factory=dict)  # "train/test" -> items of test also in train
@@ -65,6 +66,12 @@ class Dataset:
         ]
         about = {"version": VERSION, "kind": self.kind, "labels": self.label_names, "sources": sources}
         return about | self.identity
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """All of SPLITS, unless nothing is held out for validation and no source has it."""
+        there = {"train", "test", *self.held_out, *(part.role for part in self.parts)}
+        return tuple(split for split in SPLITS if split in there)
 
     def drop(self, part: Part, mask: Array, why: str) -> None:
         mask = mask & (part.split != DROPPED)
@@ -181,11 +188,12 @@ def finish(dataset: Dataset) -> None:
     import pandas
 
     codes, keys, labels = (joined(dataset.parts, name) for name in ("split", "keys", "labels"))
-    for code, split in enumerate(SPLITS):
+    for split in dataset.splits:
+        code = SPLITS.index(split)
         if not (codes == code).any():
             raise UserError(f"{dataset.name}: the {split} split is empty; nothing can be trained or measured")
         task_kind(dataset.kind).check_split(dataset, split, labels[codes == code])
-    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+    for one, other in itertools.combinations(dataset.splits, 2):
         rows = codes == SPLITS.index(other)
         twice = int(np.isin(keys[rows], keys[codes == SPLITS.index(one)]).sum())
         dataset.duplicates[f"{one}/{other}"] = twice

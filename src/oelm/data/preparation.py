@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oelm.data.catalogue import TASKS
+from oelm.data.catalogue import HELD_OUT, TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.files import Chunk
 from oelm.data.sources import load_file, load_task
@@ -158,6 +158,16 @@ class Choice:
     max_target_length: int | None = None
     kind: str | None = None
     metric: str | None = None
+    hold_out: bool = True
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split: held out, or with the data; known before it is prepared."""
+        if self.data in TASKS:
+            return self.hold_out or TASKS[self.data].validation != HELD_OUT
+        if (folder := Path(self.data)).is_dir():
+            return holds_bins(folder) or "validation" in open_store(folder).splits
+        return self.hold_out
 
     def load(self) -> Dataset:
         """The rows, checked and assigned to splits."""
@@ -167,12 +177,12 @@ class Choice:
                     raise UserError(
                         f"{self.data} is a task with fixed columns and splits; {name} is for files"
                     )
-            options: dict[str, Any] = {"train_on": self.train_on, "train_size": self.train_size}
-            return load_task(self.data, data_dir=self.data_dir, **options)
+            names = ("data_dir", "train_on", "train_size", "hold_out")
+            return load_task(self.data, **{name: getattr(self, name) for name in names})
         if not Path(self.data).suffix and not Path(self.data).exists():
             raise UserError(f"{self.data!r} is neither a task (see `oelm data list`) nor a file")
         columns = ("text", "text_pair", "label", "target", "kind", "metric", "test_file")
-        rest = {name: getattr(self, name) for name in (*columns, "train_size", "split_seed")}
+        rest = {name: getattr(self, name) for name in (*columns, "train_size", "split_seed", "hold_out")}
         return load_file(self.data, **rest)
 
     def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:

@@ -70,8 +70,10 @@ def load_task(
     data_dir: str | Path | None = None,
     train_on: str | None = None,
     train_size: int | None = None,
+    hold_out: bool = True,
 ) -> Dataset:
-    """A catalogued task with its fixed splits, from a folder (given, or OELM_DATA_DIR) or from the hub."""
+    """A catalogued task with its fixed splits, from a folder (given, or OELM_DATA_DIR) or from the hub.
+    Without `hold_out` the rows that would be held out for validation stay in train."""
     task = get_task(name)
     folder = find_data_dir(data_dir)
     trained = _trained_on(task, train_on)
@@ -83,15 +85,15 @@ def load_task(
     for role, split in (("validation", task.validation), ("test", task.test)):
         if split not in (HELD_OUT, None):
             parts.append(Part(_source(task, str(split), folder), task.columns, role))
-    held = {role: task.held_out for role in ("test", "validation") if getattr(task, role) == HELD_OUT}
+    taken = ("test", "validation") if hold_out else ("test",)
+    held = {role: task.held_out for role in taken if getattr(task, role) == HELD_OUT}
     identity: dict[str, Any] = {"held_out": held, "group": task.group, "train_size": train_size}
-    dataset = Dataset(name, task.kind, parts, task.metric, list(task.labels or ()), identity)
+    dataset = Dataset(name, task.kind, parts, task.metric, list(task.labels or ()), identity, held_out=held)
     kind = task_kind(task.kind)
     if kind.stream:  # its documents are assigned to splits when they are written
         if train_size is not None:
             raise UserError(f"train_size counts rows of a classification task; {name} is a corpus")
-        dataset.separate, dataset.held_out = task.separate, held
-        dataset.identity["separate"] = task.separate
+        dataset.separate = dataset.identity["separate"] = task.separate
         return dataset
     for part in parts:
         data.survey(dataset, part)
@@ -128,12 +130,14 @@ def load_file(
     test_file: str | Path | None = None,
     train_size: int | None = None,
     split_seed: int = 0,
+    hold_out: bool = True,
 ) -> Dataset:
     """A user's CSV, TSV, JSONL or Parquet file as a task of a `kind`: by default classification or, with
     `target`, writing that column for the text (seq2seq). `metric`: another than the kind's usual one decides.
 
     Validation and (without a test file) test parts are split off, stratified by class or in whole groups of
     equal sources; which rows they take depends on the texts and `split_seed`, not on the order of the rows.
+    Without `hold_out` the rows of the validation part stay in train.
     """
     of = task_kind(kind or ("seq2seq" if target else "classification"))
     if target and not of.writes:
@@ -147,12 +151,14 @@ def load_file(
     held = {"validation": SHARE}
     if not test_file:  # shares are of the whole file, and test is taken first
         held = {"test": SHARE, "validation": SHARE / (1 - SHARE)}
+    if not hold_out:
+        del held["validation"]
     identity: dict[str, Any] = {"held_out": held, "split_seed": split_seed, "train_size": train_size}
     if metric not in (None, *of.metrics):
         raise UserError(f"{of.name} has no metric {metric!r}; it has: {', '.join(of.metrics)}")
     if metric not in (None, of.metric):
         identity["metric"] = metric
-    dataset = Dataset(Path(path).stem, of.name, parts, metric or of.metric, [], identity)
+    dataset = Dataset(Path(path).stem, of.name, parts, metric or of.metric, [], identity, held_out=held)
     for part in parts:
         data.survey(dataset, part, whole_pairs=text_pair is not None)
         if not len(part.keys):

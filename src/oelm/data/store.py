@@ -91,7 +91,7 @@ class Split:
 
 
 class Store:
-    """An opened store. `splits` are train, validation and test."""
+    """An opened store. `splits` are train, validation (unless nothing was held out for it) and test."""
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = folder, meta

@@ -42,16 +42,17 @@ Baselines = dict[str, dict[str, dict[str, Any]]]
 _COMPUTING: list[subprocess.Popen[bytes]] = []
 
 
-def trivial_baselines(store: Store, splits: Sequence[str] = ("validation", "test")) -> Baselines:
-    """Baseline -> split -> metrics, by the names of the task kind's metrics. Texts are what the prepared
-    dataset holds: cut at its max_length, as the model sees them. The linear ones carry `trained_on`, the
-    number of training texts they saw, and are left out where scikit-learn is missing or nothing can be
-    learned: no words, or one class only."""
-    wanted = [store[name] for name in splits]
+def trivial_baselines(store: Store, splits: Sequence[str] = ()) -> Baselines:
+    """Baseline -> split (these, or all but train) -> metrics, by the names of the task kind's metrics. Texts
+    are what the prepared dataset holds: cut at its max_length, as the model sees them. The linear ones carry
+    `trained_on`, the number of training texts they saw, and are left out where scikit-learn is missing or
+    nothing can be learned: no words, or one class only."""
+    measured = [split for name, split in store.splits.items() if name != "train"]
+    wanted = [store[name] for name in splits] or measured
     known = _read_cache(store)
     if known is None:
         with _one_at_a_time(store):  # another process may be at it
-            known = _read_cache(store) or _compute(store)
+            known = _read_cache(store) or _compute(store, measured)
     return {name: {split.name: by_split[split.name] for split in wanted} for name, by_split in known.items()}
 
 
@@ -67,8 +68,7 @@ def compute_beside(store: Store) -> None:
         _COMPUTING.append(process)  # it may outlive its run: others use what it finds
 
 
-def _compute(store: Store) -> Baselines:
-    measured = [split for name, split in store.splits.items() if name != "train"]
+def _compute(store: Store, measured: list[Split]) -> Baselines:
     known = task_kind(store.kind).trivial_baselines(store, measured)
     if have_sklearn():  # or some may be missing
         kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}

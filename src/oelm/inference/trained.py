@@ -108,7 +108,7 @@ class Trained:
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
             other = ("name", "data", "test_file", "train_size", "train_on")
-            changes = dict.fromkeys(other) | changes
+            changes = dict.fromkeys(other) | {"hold_out": True} | changes
         if changes.get("name"):  # which a file's columns say nothing of
             changes = {"kind": None, "metric": None, **changes}
         task = replace(task, **changes)
@@ -122,6 +122,7 @@ class Trained:
         `show`: progress on stderr.
         """
         store = self.store(changes)
+        items = len(store[split])
         task_kind(store.kind).check_model(self.model, str(self.folder), store.task)
         agree_on_padding(self.model, self.tokenizer)
         objective = make_objective(store, changes.get("max_length", self.max_length))
@@ -134,7 +135,7 @@ class Trained:
         with contextlib.closing(Display(split, 0, 0, show, unit="batch")) as display:
             autocast = autocast_of(precision, self.device)
             measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
-        return {"task": store.task, "split": split, "items": len(store[split]), "metrics": measured.metrics}
+        return {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
         """How a language model continues the beginnings of a corpus's texts: `generation_quality`."""

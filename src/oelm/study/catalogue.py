@@ -97,19 +97,21 @@ FIGURES: dict[str, tuple[str, ...]] = {
 def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """The published figures that a run has too: name, published, here.
 
-    A score is compared on the split it was published for, and left out where the run chose on another one.
+    A score is compared on the split it was published for: the best one where the run chose on that split,
+    that of the test where it was only tested on it.
     """
     counts = experiment.published.get("parameters", {})
     names = {"total": "parameters", "trainable": "trained parameters", "frozen": "frozen parameters"}
     published = {k: v for k, v in experiment.published.items() if k != "parameters"}
     published |= {names[key]: value for key, value in counts.items()}
-    best = results.get("best") or {}
-    same_split = best.get("split") == published.get("split")
+    scores = {name: results.get(name) or {} for name in ("best", "final", "test")}
+    scores = {name: found for name, found in scores.items() if found.get("split") == published.get("split")}
+    scores.setdefault("best", scores.get("test", {}))
     rows = []
     for name, path in FIGURES.items():
-        value: Any = results
+        value: Any = {**results, "final": None, **scores}
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
-        if name in published and value is not None and (same_split or path[0] not in ("best", "final")):
+        if name in published and value is not None:
             rows.append((name, float(published[name]), float(value)))
     return rows

@@ -236,6 +236,11 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     study = Study(table, base, per_task, title)
     for task in study.tasks:
         config = study.task_config(task)
+        if not config.task.hold_out:
+            raise UserError(
+                f"{where}: a study chooses on validation rows, so task.hold_out = false is for `oelm train` "
+                "only; leave it out"
+            )
         arms = [arm.applied_to(config, f"{where}: study.methods, {name}") for name, arm in study.arms.items()]
         if any(arm.training.choose_on == "test" for arm in arms) and len(table.lrs) > 1:
             raise UserError(

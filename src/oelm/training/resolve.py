@@ -89,6 +89,11 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     config = _with_model(config, device)
     task, model = config.task, str(config.model.name)
     choice = choice_of(task, model)
+    if config.training.choose_on != "test" and not choice.has_validation:
+        raise UserError(
+            f"{choice.data} has no validation split: it needs task.hold_out = true or, to repeat a published "
+            "row, training.choose_on = 'test'"
+        )
     if model not in PRESETS:
         try:
             check_checkpoint(model)  # before any data is prepared
@@ -169,9 +174,10 @@ def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
 
 def check_prepared(store: Store, task: TaskConfig) -> None:
     """Refuse a config that asks for something else than a prepared dataset holds."""
-    if task.train_size or task.train_on or task.test_file:
+    too_late = not task.hold_out and "validation" in store.splits
+    if task.train_size or task.train_on or task.test_file or too_late:
         raise UserError(
-            f"{task.data} is prepared already: train_size, train_on and test_file come too late; "
+            f"{task.data} is prepared already: train_size, train_on, test_file and hold_out come too late; "
             "give them to `oelm data prepare`"
         )
     stream = task_kind(store.kind).stream

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # `arithmetic` says how the run was computed; 4: warnings and reasons are codes with values, `architecture`
 # names the model's family.
 SCHEMA = 4
-SPLITS = ("validation", "test")  # on which the trivial references are measured
 
 
 def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
@@ -77,8 +76,8 @@ def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str,
 def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
     progress, metric, best = run.progress, run.objective.metric, run.progress.best or {}
-    split = "validation" if test_metrics is None else "test"
-    references = trivial_baselines(run.store, ("validation",) if test_metrics is None else SPLITS)
+    split = best["split"] if test_metrics is None else "test"
+    references = trivial_baselines(run.store, (split,) if test_metrics is None else ())
     measured = best["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
         reference = splits.get(split, {}).get(metric)
@@ -215,7 +214,7 @@ def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) 
 def trained_card(run: "Run", results: dict[str, Any]) -> str:
     """The card of a trained model: its data and what it reaches on them, beside how it was made."""
     store, best = run.store, results["best"]
-    sizes = ", ".join(f"{len(store[split]):,} {split}" for split in ("train", *SPLITS))
+    sizes = ", ".join(f"{len(split):,} {name}" for name, split in store.splits.items())
     table = ""
     for metric, value in results["test"]["metrics"].items():
         if isinstance(value, int | float):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from oelm.data.assemble import PADDED, Batch, Layout, pad_rows, padded_batch
 from oelm.data.batches import Plan
 from oelm.data.catalogue import Task
-from oelm.data.dataset import SPLITS, Dataset
+from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows, split_chunks
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
@@ -263,7 +263,8 @@ def write_items(
     `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
     the splits that are measured `right_texts`."""
     of_all = {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
-    columns = dict.fromkeys(SPLITS, of_all | dtypes | (only_measured or {})) | {"train": of_all | dtypes}
+    columns = dict.fromkeys(dataset.splits, of_all | dtypes | (only_measured or {}))
+    columns["train"] = of_all | dtypes
     with split_writers(folder, columns) as writers:
         for rows in split_chunks(dataset, show):
             items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from oelm.audit import unwrap
 from oelm.data.assemble import PADDED, Array, Batch, Layout, Windows
 from oelm.data.batches import Plan
-from oelm.data.dataset import HOLD_OUT_SEED, SPLITS, Dataset, check_values
+from oelm.data.dataset import HOLD_OUT_SEED, Dataset, check_values
 from oelm.data.preparation import Lengths
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
@@ -101,7 +101,7 @@ class LanguageModeling(TaskKind):
         encoder = Encoder(tokenizer, max_length=1 << 30)
         boundary = boundary_id(tokenizer)
         dtypes = {"tokens": encoder.dtype, "documents": np.uint64}
-        with split_writers(folder, dict.fromkeys(SPLITS, dtypes)) as writers:
+        with split_writers(folder, dict.fromkeys(dataset.splits, dtypes)) as writers:
             streams = {
                 split: _Stream(writer, encoder, boundary, dataset.separate)
                 for split, writer in writers.items()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oelm.data.assemble import Array, Batch
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
-from oelm.data.dataset import SPLITS, Dataset
+from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import Baselines, Measured, Objective, Reader, Splits, TaskKind, write_items
@@ -123,7 +123,7 @@ class TokenClassification(TaskKind):
 
         dtypes = {"tags": np.int16, "words": np.uint32}
         splits = write_items(dataset, folder, encoder, dtypes, encode, show)
-        for split in SPLITS:
+        for split in splits:
             tags = np.load(folder / f"{split}.tags.npy")
             counts = np.bincount(tags[tags != IGNORE], minlength=len(number))
             splits[split]["class_counts"] = counts.tolist()
