@@ -150,6 +150,8 @@ def resolve_study(
         values = StudyFolder(out).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    if "study.methods" in flags:
+        values.get("study", {}).pop("arms", None)
     if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugins])]:
         values["plugins"] = plugins
         load_plugins(plugins)
