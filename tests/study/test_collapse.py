@@ -19,7 +19,7 @@ from oelm.study.records import find_records
 from oelm.study.report import as_plain, summary, write_report
 from oelm.study.two_way import overall
 from oelm.system.files import write_json, write_text
-from tests.study.report_folders import make_study
+from tests.study.report_folders import copy_run, make_study, settle
 
 DIVERGED = {
     "status": "failed",
@@ -70,9 +70,9 @@ def test_a_run_that_diverged_scores_as_the_worst_trivial_baseline(tmp_path):
     }
     assert [f["seed"] for f in arm["failures"]] == [3]
     told = [w["text"] for w in plain["warnings"] if w["kind"] == "collapsed"]
-    assert len(told) == 2 and "most frequent class" in told[1]
+    assert len(told) == 1 and "seeds 3" in told[0] and "most frequent class" in told[0]
     text = " ".join(summary(analyse(out)).split())
-    assert "1 of 5 runs collapsed" in text and "0.51 to 72 %" in text
+    assert "1 of 5 runs collapsed" in text and "interval 0.51 to 72 %" in text
     for lang in ("en", "zh"):
         assert "collapsed" in write_report(out, lang).markdown.read_text() or lang == "zh"
 
@@ -259,6 +259,31 @@ def test_a_metric_changed_after_the_plan_keeps_the_verdicts_of_the_plan(by_f1):
 
 def test_a_metric_that_no_run_measured_is_refused(by_f1):
     set_metric(by_f1, "f1_weighted")
-    with pytest.raises(UserError, match="by 'f1_weighted'; it has accuracy, f1_macro$"):
+    with pytest.raises(UserError, match=r"by 'f1_weighted'; it has accuracy, f1_macro$"):
         analyse(by_f1)
     assert json.loads((by_f1 / "study.json").read_text())["plan"]["metric"] == "f1_weighted"
+
+
+def test_runs_at_near_tied_rates_are_used_and_shown(tmp_path):
+    """Two learning rates nearly tie for each arm: both are measured, none is "not used" or "not ended"."""
+    out = make_study(tmp_path / "s", lrs=[3e-4, 1e-3])
+    study = StudyFolder(out).read().to_dict()
+    study["study"] |= {"measure": "all", "widen": 0}
+    write_text(out / "study.toml", to_toml(study))
+    for place, method in enumerate(("baseline", "oelm")):
+        for seed in range(1, 6):
+            folder = out / "runs" / str(place) / f"measured-lr0.001-s{seed}"
+            copy_run(folder, method, "imdb", 1e-3, seed, 0.8 + 0.01 * seed)
+    settle(out)
+    analysis = analyse(out)
+    plain, arm = as_plain(analysis), analysis.comparisons[0].arm
+    assert analysis.unused == 0 and len(analysis.records) == 24
+    assert not [w for w in plain["warnings"] if w["kind"] == "unfinished"]
+    assert plain["settings"][0]["arms"][1]["near_ties"][0] == {
+        "lr": 1e-3, "seeds": [1, 2, 3, 4, 5], "test": pytest.approx([0.81, 0.82, 0.83, 0.84, 0.85]),
+    }  # fmt: skip
+    assert [r.lr for r in arm.records] == [3e-4] * 5
+    assert "oelm @ 0.001" in write_report(out).markdown.read_text()
+    last = out / "runs" / "1" / "measured-lr0.001-s5"
+    write_json(last / "results.json", json.loads((last / "results.json").read_text()) | DIVERGED)
+    assert analyse(out).comparisons[0].collapsed  # at any of the rates

@@ -172,7 +172,7 @@ def test_the_same_difference_on_every_seed_has_no_interval_to_tell():
 @pytest.mark.parametrize(
     ("records", "reason"),
     [
-        (pairs(5.0, n=3), "3 pairs of seeds are too few, a claim needs 5"),
+        (pairs(5.0, n=3), "3 pairs of seeds are too few: with 1 comparison a verdict needs 5"),
         (
             pairs(5.0, only=True, lr=1e-3) + pairs(0.0, method="baseline", only=True),
             "different learning rates",

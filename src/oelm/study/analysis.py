@@ -185,7 +185,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     if matrix is not None and not unevaluated:
         lr, *further = matrix.measured.get(method, [None])
         near_ties = {rate: _tested(r for r in measured if r.lr == rate) for rate in further if rate}
-        measured = [r for r in measured if r.lr == lr]
+        measured = [r for r in measured if r.lr in (lr, *further)]
         chosen = len(matrix.grid) > 1 and lr is not None
     else:  # whether the learning rate of the measured runs is the best one is not known
         lrs = {record.lr for record in measured}
@@ -196,7 +196,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
         lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
         for lr in sorted({cell.lr for cell in scores})
     }
-    tested = _tested(measured)
+    tested = _tested(r for r in measured if r.lr not in near_ties)
     return ArmResult(method, lr, chosen, tested, tuple(trials), failures, means, unevaluated, near_ties)
 
 
@@ -285,8 +285,8 @@ def find_problems(
     same_seed = min(len(_same_seed(*tie)) for tie in ties)
     pairs = min(len(pair_runs(*tie)) for tie in ties)
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
-    lost = [r for a in arms for r in a.failures if r.lr == a.lr and not r.choosing and not r.stand_in]
-    failed = any(r.failed_by_method for r in lost)
+    lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
+    failed = any(r.failed_by_method and not r.stand_in for r in lost)
     both_chosen = arm.chosen and reference_arm.chosen
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ class Group:
 
     @property
     def records(self) -> list[Record]:
-        return [record for arm in self.arms.values() for record in (*arm.trials, *arm.records)]
+        return [record for arm in self.arms.values() for record in (*arm.trials, *chain(*arm.by_lr))]
 
     @property
     def trivial_baselines(self) -> dict[str, dict[str, Any]]:
@@ -246,7 +247,7 @@ def explain_problems(
     `comparisons` says how many the study planned."""
     lost = {name: list(arm.at_chance) for name, arm in arms.items() if arm.at_chance}
     values: dict[str, dict[str, Any]] = {
-        "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons)},
+        "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons), "comparisons": comparisons},
         "at_chance": {"runs": [notice("study.seeds", method=name, seeds=s) for name, s in lost.items()]},
         "unevaluated": {"methods": list(dict.fromkeys(a.method for a in arms.values() if a.unevaluated))},
     }

@@ -72,9 +72,11 @@ def _narrowing(view: View, comparison: Comparison) -> str:
     """What would narrow an interval that decides nothing: more seeds, or only more test items."""
     found, group = comparison.overall, comparison.group
     assert found is not None
-    needed = seeds_needed(found, group.bound(comparison.margin))
+    needed = seeds_needed(found, bound := group.bound(comparison.margin))
     if needed is not None:
         return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
+    if found.half_width() <= bound:
+        return view.words("answer.narrow_many")
     width = group.shown(found.half_width())
     text = view.amount(group, numbers.fixed(width, numbers.digits_for(-width, width)))
     return view.words("answer.narrow_items", items=numbers.count(found.items), width=text)

@@ -89,6 +89,10 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "area": arm.area(),
         "behind": group.behind(arm),
         "collapsed": group.collapses(arm),
+        "near_ties": [
+            {"lr": lr, "seeds": [r.seed for r in runs], "test": [r.test for r in runs]}
+            for lr, runs in arm.near_ties.items()
+        ],
         "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
         "failures": [_failure(record) for record in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,

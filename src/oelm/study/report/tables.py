@@ -1,6 +1,7 @@
 """The tables of a report: results, certainty, learning rates, cost, raw values."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from oelm.study.records import mean_of
 from oelm.study.report import numbers
@@ -244,15 +245,19 @@ def raw(view: View, group: Group) -> Table | None:
     if not arms:
         return None
     comparisons = [c for c in view.analysis.comparisons if c.group is group and c.arm in arms]
+    columns = {arm.method: arm for arm in arms}
+    for arm in arms:  # what was measured at other learning rates too
+        ties = [replace(arm, records=runs, lr=lr, near_ties={}) for lr, runs in arm.near_ties.items()]
+        columns |= {f"{arm.method} @ {numbers.learning_rate(tie.lr)}": tie for tie in ties}
     head = [
-        view.words("table.seed"), *(arm.method for arm in arms),
+        view.words("table.seed"), *columns,
         *(view.words("table.minus", method=c.method, reference_arm=c.reference) for c in comparisons),
     ]  # fmt: skip
     differences = [dict(zip(c.seeds, c.differences, strict=True)) for c in comparisons]
     rows = [
         [
             str(seed),
-            *(_of_seed(view, group, arm, seed) for arm in arms),
+            *(_of_seed(view, group, arm, seed) for arm in columns.values()),
             *(
                 numbers.signed(group.shown(by_seed[seed]) if seed in by_seed else None, 2)
                 for by_seed in differences

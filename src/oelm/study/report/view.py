@@ -8,6 +8,7 @@ from typing import Any
 
 from oelm.errors import UserError
 from oelm.study.catalogue import Experiment, differences, list_experiments
+from oelm.study.record_checks import is_number
 from oelm.study.records import Record, mean_of
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
@@ -124,7 +125,8 @@ class View:
         study, run = self.analysis.study, next(iter((*arm.records, *arm.trials)), None)
         keys = [key.split(".") for key in study.differs_in] if study and run else []
         values = {name: getattr(getattr(run.config, table), name) for table, name in keys if run}
-        return self.words.items(f"{name} {value}" for name, value in values.items() if value is not None)
+        texts = {name: f"{value:g}" if is_number(value) else str(value) for name, value in values.items()}
+        return self.words.items(f"{name} {text}" for name, text in texts.items() if text != "None")
 
     def verdict(self, comparison: Comparison) -> str:
         text = self.words(f"verdict.{comparison.verdict}")
