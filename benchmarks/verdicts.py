@@ -58,8 +58,8 @@ def differences(
     return cells + noise(by_seed, (seeds, 1)) + noise(by_item, (1, items)), sizes
 
 
-def right_or_wrong(rng: np.random.Generator, seeds: int, items: int) -> Array:
-    """Differences of right and wrong answers (points): items of all difficulties, runs of varying skill."""
+def right_or_wrong(rng: np.random.Generator, seeds: int, items: int) -> list[Array]:
+    """Right and wrong answers of two arms (points): items of all difficulties, runs of varying skill."""
     hard = rng.normal(1.5, 2.0, items)
 
     def arm() -> Array:
@@ -67,7 +67,7 @@ def right_or_wrong(rng: np.random.Generator, seeds: int, items: int) -> Array:
         skill = 0.1 * rng.standard_normal((seeds, 1))
         return rng.random((seeds, items)) < 1 / (1 + np.exp(-(hard + habit + skill)))
 
-    return 100.0 * (arm().astype(float) - arm())
+    return [100.0 * arm(), 100.0 * arm()]
 
 
 def coverage(draws: int) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def coverage(draws: int) -> Iterator[Row]:
     for seeds, items in ((5, 872), (10, 872), (10, 5000)):
 
         def answers(rng: np.random.Generator) -> bool:
-            found = overall(right_or_wrong(rng, seeds, items))  # noqa: B023
+            found = overall(np.subtract(*right_or_wrong(rng, seeds, items)))  # noqa: B023
             return found.low is not None and found.high is not None and found.low <= 0 <= found.high
 
         yield row("interval", "covers", f"right or wrong, {seeds} x {items}", 0.95, "least", answers, draws)
@@ -181,7 +181,7 @@ def several(draws: int) -> Iterator[Row]:
 
 
 def collapsing(draws: int) -> Iterator[Row]:
-    """One run in ten loses 10 points, in both arms alike."""
+    """One run in ten loses 10 points, or diverges and answers as the most frequent class; both arms alike."""
     for seeds in (5, 10):
 
         def fall(rng: np.random.Generator) -> tuple[Array, list[Array]]:
@@ -201,7 +201,15 @@ def collapsing(draws: int) -> Iterator[Row]:
             fell = any((arm < -5).any() for arm in arms)
             return fell and not barred and verdict(found.mean, None, found.margin_p) == "equivalent"
 
+        def diverged(rng: np.random.Generator) -> bool:
+            majority = 100.0 * (rng.random(872) < 0.55)
+            arms = [np.where(rng.random((seeds, 1)) < 0.1, majority, arm)  # noqa: B023
+                    for arm in right_or_wrong(rng, seeds, 872)]  # noqa: B023  # fmt: skip
+            found = combine([overall(arms[0] - arms[1])], 1.0)
+            return verdict(found.mean, found.p, None) != "open"
+
         yield row("collapses", "alarms", f"{seeds} seeds", 0.05, "most", alarm, draws)
+        yield row("collapses", "alarms", f"{seeds} seeds, diverged", 0.05, "most", diverged, draws)
         yield row("collapses", "equivalent all the same", f"{seeds} seeds", 0.05, "most", unseen, draws)
 
 

@@ -200,7 +200,7 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
 @pytest.mark.parametrize(
     ("arm", "says"),
     [
-        ({"name": "oelm", "training": {"warmup": 0}}, "needs a name: arm = "),
+        ({"name": "oelm", "training": {"warmup": 0}}, "needs a name: study.arms = "),
         (
             {"name": "oelm", "arm": "x", "training": {"lr": 1e-3}},
             "training.lr of x must be the same for all arms",

@@ -69,6 +69,55 @@ def test_what_cannot_be_is_refused_in_one_line(values, says):
     assert "\n" not in str(error.value)
 
 
+ARMS = [
+    "baseline",
+    {"name": "no warm-up", "method": "baseline", "training": {"warmup": 0}},
+    {"method": "oelm"},
+]
+
+
+def test_arms_have_a_name_a_method_and_settings_and_are_written_so(tmp_path):
+    text = """[study]
+arms = ["baseline", {name = "no warm-up", method = "baseline", training.warmup = 0}, {method = "oelm"}]
+[task]
+data = "x.csv"
+"""
+    (tmp_path / "s.toml").write_text(text)
+    study = make_study(read_study(str(tmp_path / "s.toml")))
+    assert list(study.arms) == ["baseline", "no warm-up", "oelm"]
+    assert study.differs_in == ("training.warmup",)
+    old = ["baseline", {"name": "baseline", "arm": "no warm-up", "training": {"warmup": 0}}, {"name": "oelm"}]
+    same = make_study({"study": {"methods": old}, "task": {"data": "x.csv"}})
+    assert same.arms == study.arms and same.plan == study.plan  # the spelling changes no digest of a plan
+    written = study.as_written()["study"]
+    assert written["arms"] == ARMS and "methods" not in written
+    (tmp_path / "again.toml").write_text(to_toml(study.as_written()))
+    assert make_study(read_study(str(tmp_path / "again.toml"))) == study
+    plain = make_study({"study": {"methods": ["baseline", "oelm"]}, "task": {"data": "x.csv"}})
+    assert "arms" not in plain.as_written()["study"]
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"arms": ARMS, "methods": ["baseline", "oelm"]}, "leave one of them out"),
+        ({"arms": "baseline"}, "must be a list"),
+        ({"arms": ["baseline", {"name": "x", "training": {"warmup": 0}}]}, "needs its method"),
+        ({"arms": ["baseline", {"method": "baseline", "training": {"warmup": 0}}]}, "needs a name"),
+        ({"arms": ["baseline", {"name": "x", "method": "nonsense"}]}, "nonsense"),
+        ({"arms": ["baseline", {"name": "baseline", "method": "oelm"}]}, "baseline twice"),
+        (
+            {"arms": ["baseline", {"name": "x", "method": "oelm", "training": {"lr": 1.0}}]},
+            "same for all arms",
+        ),
+    ],
+)
+def test_arms_that_cannot_be_are_refused_in_one_line(table, says):
+    with pytest.raises(UserError, match=says) as error:
+        make_study({"study": table, "task": {"data": "x.csv"}})
+    assert "\n" not in str(error.value)
+
+
 def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
     with pytest.raises(UserError, match="neither a file nor a shipped study"):
         read_study("nonsense")

@@ -90,6 +90,7 @@ def test_methods_whose_trials_are_whole_are_still_compared():
 
 def test_a_fault_in_the_measured_runs_is_a_run_that_is_missing():
     records = [*trials({"baseline": {1: 3e-4}, "oelm": {1: 3e-4}}), *pairs(5.0)]
+    # These records hold no trivial baseline for a run that diverged to count with.
     for kind, problem in (("disk", "unfinished"), ("diverged", "failed"), ("unknown", "failed")):
         *rest, last = records
         found = analyse_records([*rest, failed(last, kind)], rates_study(1)).comparisons[0]

@@ -150,6 +150,8 @@ def resolve_study(
         values = StudyFolder(out).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    if "study.methods" in flags:
+        values.get("study", {}).pop("arms", None)
     if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugins])]:
         values["plugins"] = plugins
         load_plugins(plugins)
@@ -161,6 +163,7 @@ def resolve_study(
 def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings
+    from oelm.study.enough import how_much_is_enough
     from oelm.study.folder import StudyFolder
     from oelm.system.progress import duration
 
@@ -171,59 +174,32 @@ def describe(study: "Study", out: Path) -> str:
     places = make_launcher(study, estimates, out).places
     methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
-    measured = methods * table.seeds
+    measured, widens = methods * table.seeds, choosing and table.widen
     lines = [
         f"methods   {', '.join(study.arms)} (compared with {study.reference_arm})",
+        f"metric    {', '.join(dict.fromkeys(setting.metric for setting in settings))}",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
-        + (f"; up to {table.widen} more on each side while the best is at the edge" if choosing else ""),
+        + (f"; up to {table.widen} more on each side while the best is at the edge" if widens else ""),
         f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):
         total += estimate["time_s"] * (choosing + measured)
         lines.append(
-            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs "
-            f"{'(more where learning rates nearly tie), ' if choosing else ', '}"
+            f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs"
+            f"{' (more where learning rates nearly tie)' if choosing else ''}, "
             f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])} each"
         )
     lines.append(
         f"in all    {len(settings) * (choosing + measured)} runs, {places} side by side: about "
         f"{duration(total / places)} (within a factor of two; without a wider grid)"
     )
-    lines += [line for setting in settings if (line := _how_much_is_enough(study, setting, out))]
+    lines += [f"enough    {how_much_is_enough(setting, out)}" for setting in settings]
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
     if there:
         lines.append(f"done      {len(there)} of these runs are already in {out}")
     return "\n".join(lines)
-
-
-def _how_much_is_enough(study: "Study", setting: Any, out: Path) -> str:
-    """What this number of seeds and test items can show; after the trials, by their noise."""
-    from oelm.study.decide import choice_noise
-    from oelm.study.folder import StudyFolder
-    from oelm.study.two_way import half_width_of_answers, seeds_for_noise
-
-    table, test = study.table, setting.store.splits.get("test")
-    trials: dict[str, dict[float, list[float]]] = {}
-    for record in StudyFolder(out).records()[0] if out.exists() else ():
-        if record.choosing and record.identity.setting == setting.key and record.validation is not None:
-            trials.setdefault(record.method, {}).setdefault(record.lr, []).append(record.validation)
-    whole = [{lr: v for lr, v in by_lr.items() if len(v) == table.choose_seeds} for by_lr in trials.values()]
-    noise, df = choice_noise(whole)
-    if setting.larger_is_better and df:
-        width, needed = seeds_for_noise(100 * noise, table.seeds, table.margin)
-        return (
-            f"enough    {setting.task}: by the noise of the trials, {table.seeds} seeds give about "
-            f"±{width:.2g} points, and ±{table.margin:g} takes {needed} seeds; test items add to it"
-        )
-    if setting.store.metric != "accuracy" or test is None:
-        return ""
-    best, worst = half_width_of_answers(0.1, table.seeds, len(test))
-    return (
-        f"enough    {setting.task}: {len(test):,} test items; where two runs disagree on 10 % of them, "
-        f"{table.seeds} seeds give ±{best:.2g} to ±{worst:.2g} points (the margin is {table.margin:g})"
-    )
 
 
 def import_records(study: "Study", out: Path, sources: list[Path]) -> None:

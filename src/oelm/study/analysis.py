@@ -2,11 +2,10 @@
 
 Everything is computed from the records alone, so a report can be made anywhere and at any time. Runs are
 compared within a setting (same data, model and recipe), paired by seed and by test item. Differences are in
-points (per cent of the items) or, for a perplexity, in per cent (of its logarithm); a positive difference is
-always an improvement.
+points (per cent of the items) or, for a perplexity, 100 times that of its logarithm, shown as per cent; a
+positive difference is always an improvement.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from oelm.errors import UserError
+from oelm.errors import OUTCOMES, UserError
 from oelm.study import decide, statistics
 from oelm.study.design import Study
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.item_values import item_values
+from oelm.study.item_values import ItemValues, item_values, stand_in_values
 from oelm.study.matrix import Cell, Matrix, lr_mean
-from oelm.study.records import Record
+from oelm.study.records import Record, baselines_of
 from oelm.study.result_types import Across, Analysis, ArmResult, Comparison, Group
 from oelm.study.two_way import Overall, by_items, overall
 
@@ -62,7 +61,7 @@ def _hopeless(comparison: Comparison) -> bool:
     if comparison.verdict != "open" or found is None:
         return False
     width = found.half_width()
-    return abs(found.mean) < width and abs(found.mean) + width > comparison.margin
+    return abs(found.mean) < width and abs(found.mean) + width > comparison.group.bound(comparison.margin)
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,6 +77,7 @@ def analyse_records(
     records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
 ) -> Analysis:
     """Analyse records; those of a study are chosen and compared as the study planned."""
+    records = [record.by_metric(study.table.metric if study else None) for record in records]
     unique = {(r.identity.key, r.method): r for r in reversed(records)}  # of copies, the first
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for record in reversed(unique.values()):
@@ -126,7 +126,7 @@ def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
 
 
 def _group(setting: str, records: list[Record], study: Study | None) -> Group:
-    first = records[0]
+    first, records = records[0], _with_stand_ins(records)
     methods = list(dict.fromkeys(record.method for record in records))
     if study:
         methods = [m for m in study.arms if m in methods]
@@ -146,6 +146,23 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
         arms=arms,
         matrix=matrix,
     )
+
+
+def _with_stand_ins(records: list[Record]) -> list[Record]:
+    """Let measured runs that diverged, or stopped at chance level, count with the test score of the worst
+    trivial baseline: they are results of their method."""
+    metric, sign = records[0].metric, 1 if records[0].larger_is_better else -1
+    baselines = baselines_of((r for r in records if r.test is not None), metric)
+    if not baselines:
+        return records
+    worst = min(baselines, key=lambda name: sign * baselines[name][metric])
+    score = {"test": {"baseline": worst, "metrics": baselines[worst]}}
+    return [
+        replace(r, results=r.results | score, stand_in=True)
+        if not r.choosing and r.failure_kind in OUTCOMES
+        else r
+        for r in records
+    ]
 
 
 def _one_path(records: list[Record]) -> list[Record]:
@@ -168,18 +185,18 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     if matrix is not None and not unevaluated:
         lr, *further = matrix.measured.get(method, [None])
         near_ties = {rate: _tested(r for r in measured if r.lr == rate) for rate in further if rate}
-        measured = [r for r in measured if r.lr == lr]
+        measured = [r for r in measured if r.lr in (lr, *further)]
         chosen = len(matrix.grid) > 1 and lr is not None
     else:  # whether the learning rate of the measured runs is the best one is not known
         lrs = {record.lr for record in measured}
         lr, chosen = (lrs.pop() if len(lrs) == 1 else None), False
-    failures = tuple(r for r in (*trials, *measured) if r.score is None)
+    failures = tuple(r for r in (*trials, *measured) if r.score is None or r.stand_in)
     scores = {r.cell: r.validation for r in trials}
     means = {
         lr: lr_mean(method, lr, [cell.seed for cell in scores if cell.lr == lr], scores)
         for lr in sorted({cell.lr for cell in scores})
     }
-    tested = _tested(measured)
+    tested = _tested(r for r in measured if r.lr not in near_ties)
     return ArmResult(method, lr, chosen, tested, tuple(trials), failures, means, unevaluated, near_ties)
 
 
@@ -203,10 +220,10 @@ def _compare(
     looks = len(study.looks) if study else 1
     level = 1 - decide.LEVEL / looks
     found: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
+    bound = group.bound(margin)
     problems = find_problems(arm, other, study, planned)
     if seeds and len(found) < len(ties):
         problems = (*problems, "no_items")
-    bound = margin if group.larger_is_better else 100 * math.log(1 + margin / 100)
     return Comparison(
         group, method, reference, margin, seeds, differences,
         overall=found[0] if tables[0] is not None else None,
@@ -222,9 +239,9 @@ def table_of(group: Group, pairs: Sequence[tuple[Record, Record]]) -> tuple[np.n
     did not record its items."""
     rows, sizes = [], []
     sign = 100.0 if group.larger_is_better else -100.0
+    finished = next((run for pair in pairs for run in pair if not run.stand_in), None)
     for pair in pairs:
-        arrays = [run.predictions() for run in pair]
-        values = [None if one is None else item_values(group.metric, one) for one in arrays]
+        values = [_values(group.metric, run, finished) for run in pair]
         if values[0] is None or values[1] is None or len(values[0].values) != len(values[1].values):
             return None
         rows.append(sign * (values[0].values - values[1].values))
@@ -234,9 +251,24 @@ def table_of(group: Group, pairs: Sequence[tuple[Record, Record]]) -> tuple[np.n
     return np.array(rows), sizes[0]
 
 
+def _values(metric: str, run: Record, finished: Record | None) -> ItemValues | None:
+    source = finished if run.stand_in else run
+    arrays = source.predictions() if source else None
+    if arrays is None or source is None or source.test is None or run.test is None:
+        return None
+    if run.stand_in:
+        return stand_in_values(metric, arrays, source.test, run.test)
+    return item_values(metric, arrays)
+
+
 def pair_runs(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """The runs that share a seed and their arithmetic, in the order of the seeds."""
-    return [(a, b) for a, b in _same_seed(runs, others) if a.arithmetic == b.arithmetic]
+    """The runs that share a seed and their arithmetic, in the order of the seeds. The score of a run that
+    diverged is a trivial baseline's, whatever its arithmetic was."""
+    return [
+        (a, b)
+        for a, b in _same_seed(runs, others)
+        if a.stand_in or b.stand_in or a.arithmetic == b.arithmetic
+    ]
 
 
 def _same_seed(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -253,7 +285,8 @@ def find_problems(
     same_seed = min(len(_same_seed(*tie)) for tie in ties)
     pairs = min(len(pair_runs(*tie)) for tie in ties)
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
-    failed = any(r.lr == a.lr and r.failed_by_method and not r.choosing for a in arms for r in a.failures)
+    lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
+    failed = any(r.failed_by_method and not r.stand_in for r in lost)
     both_chosen = arm.chosen and reference_arm.chosen
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),
@@ -279,7 +312,7 @@ def _across(comparisons: Sequence[Comparison]) -> list[Across]:
         Across(
             method,
             len(several),
-            statistics.interquartile_mean([c.differences for c in several]),
+            statistics.interquartile_mean([list(map(c.group.shown, c.differences)) for c in several]),
             statistics.probability_of_improvement(
                 [list(map(c.group.points, c.arm.values)) for c in several],
                 [list(map(c.group.points, c.reference_arm.values)) for c in several],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oelm.data.tasks import task_kind
 from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
 from oelm.models.build import build_model
@@ -29,6 +30,12 @@ def prepare_settings(study: Study) -> list[Setting]:
     settings = []
     for task in study.tasks:
         config, store = prepare_data(study.task_config(task), device, show=True)
+        metrics = [name for name in task_kind(store.kind).metrics if name != "loss"]
+        if study.table.metric not in (None, *metrics):
+            known = ", ".join(metrics)
+            raise UserError(
+                f"study.metric: {store.task} is not measured by {study.table.metric!r}; use {known}"
+            )
         for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
         # Once for all runs, which read what was computed; with a GPU the first ones train meanwhile.

@@ -105,6 +105,14 @@ def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
     return "open"
 
 
+def collapse_rate(collapses: int, runs: int) -> tuple[float, float]:
+    """The exact (Clopper-Pearson) 95 % interval of the rate of collapses."""
+    from scipy import stats
+
+    found = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
+    return float(found.low), float(found.high)
+
+
 def collapsed(points: Sequence[float]) -> list[int]:
     """The places of runs that fell far below their arm's median (larger is better, in points)."""
     if len(points) < 3:

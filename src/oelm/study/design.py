@@ -27,6 +27,7 @@ class StudyConfig:
     tasks: list[str] = field(default_factory=list)  # empty: the task of the [task] table
     methods: list[str | dict[str, Any]] = field(default_factory=lambda: ["baseline", "oelm"])
     reference: str | None = None  # the reference arm, which the others are compared with; None: the first
+    metric: str | None = None  # chooses rates on validation and is compared on test; None: the task's own
     lrs: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3])
     seeds: int = 5  # measured runs of each method, at its chosen learning rate
     choose_seeds: int = 3  # trials of each method at each learning rate
@@ -124,9 +125,12 @@ class Study:
             label = Method.from_dict(values).name
             arm = StudyArm(values, label, settings)
             if settings and name is None:
-                raise UserError(f"study.methods: {label} with {arm.keys[0]} needs a name: arm = ...")
+                example = f'{{name = ..., method = "{label}", {arm.keys[0]} = ...}}'
+                raise UserError(
+                    f"an arm with {arm.keys[0]} of its own needs a name: study.arms = [{example}]"
+                )
             for key in set(arm.keys) & set(SAME_FOR_ALL):
-                raise UserError(f"study.methods: {key} of {name} must be the same for all arms; leave it out")
+                raise UserError(f"study.arms: {key} of {name} must be the same for all arms; leave it out")
             if (name := str(name or label)) in arms:
                 raise UserError(f"study.methods names {name} twice")
             arms[name] = arm
@@ -214,6 +218,37 @@ class Study:
         per_task = {"per_task": self.per_task} if self.per_task else {}
         return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
 
+    def as_written(self) -> dict[str, Any]:
+        """As in a file: where an arm has a name of its own, as `arms`."""
+        values = self.to_dict()
+        entries = values["study"]["methods"]
+        if any(isinstance(entry, Mapping) and "arm" in entry for entry in entries):
+            values["study"]["arms"] = [
+                _renamed(entry, {"arm": "name", "name": "method"}) for entry in entries
+            ]
+            del values["study"]["methods"]
+        return values
+
+
+def _renamed(entry: Any, names: Mapping[str, str]) -> Any:
+    return {names.get(key, key): entry[key] for key in entry} if isinstance(entry, Mapping) else entry
+
+
+def _arms_as_methods(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The [study] table with its `arms`, which have a name and a method, as entries of `methods`."""
+    table = dict(given)
+    if "arms" not in table:
+        return table
+    if "methods" in table:
+        raise UserError(f"{where}: study.arms and study.methods say the same; leave one of them out")
+    arms = table.pop("arms")
+    if not isinstance(arms, list):
+        raise UserError(f"{where}: study.arms must be a list, got {arms!r}")
+    for entry in arms:
+        if isinstance(entry, Mapping) and "method" not in entry:
+            raise UserError(f'{where}: study.arms: {entry} needs its method, such as method = "baseline"')
+    return table | {"methods": [_renamed(entry, {"name": "arm", "method": "name"}) for entry in arms]}
+
 
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
     """Make a Study of a nested mapping, checked."""
@@ -223,7 +258,7 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
             raise UserError(f"{where}: {name} must be a table, [{name}], got {base[name]!r}")
     title = str(base.pop("title", ""))
     per_task = base.pop("per_task", {})
-    given = base.pop("study", {})
+    given = _arms_as_methods(base.pop("study", {}), where)
     for key, value in given.items():
         if isinstance(value, bool) and key != "until_decided":  # or it would be taken for the number 1
             raise UserError(f"{where}: study.{key} must not be a boolean, got {str(value).lower()}")

@@ -88,8 +88,13 @@ class Setting:
         return root / run_folder(self.task, cell, self.identity(cell).key)
 
     @property
+    def metric(self) -> str:
+        """What the study compares."""
+        return self.study.table.metric or self.store.metric
+
+    @property
     def larger_is_better(self) -> bool:
-        return larger_is_better(self.store.metric)
+        return larger_is_better(self.metric)
 
     def matrix(self) -> Matrix:
         return self.study.matrix(self.scores, self.larger_is_better)
@@ -136,7 +141,7 @@ class StudyFolder:
         records = find_records(self.path / "runs", []) if (self.path / "runs").exists() else ()
         if all(record.test is None for record in records):
             self.write(plan=study.plan, plan_digest=digest(study.plan))
-        files.write_text(self.path / "study.toml", to_toml(study.to_dict()))
+        files.write_text(self.path / "study.toml", to_toml(study.as_written()))
 
     def plan(self) -> dict[str, Any] | None:
         """What was planned before the first test result; None where no plan was recorded."""
@@ -150,7 +155,10 @@ class StudyFolder:
         study, plan = self.read(), dict(self.plan() or {})
         for key in ("methods", "tasks") if plan else ():
             plan[key] = [*plan[key], *(entry for entry in study.plan[key] if entry not in plan[key])]
-        return make_study(merge(study.to_dict(), {"study": plan}), f"the plan of {self.path}")
+        values = study.to_dict()
+        for key in ("metric", "reference") if plan else ():  # a plan has no key that was left open
+            values["study"].pop(key, None)
+        return make_study(merge(values, {"study": plan}), f"the plan of {self.path}")
 
     def check(self, study: Study) -> None:
         """Refuse a folder that holds something else, or a study of other settings."""

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oelm.training.predictions import item_scores
+from oelm.training.predictions import item_scores, larger_is_better
 
 Array = np.ndarray
 
 
 class ItemValues(NamedTuple):
     """One entry per cluster, in the order of the clusters: the mean of `values` weighted by `sizes` is the
-    metric, of a perplexity or an RMSE its logarithm."""
+    metric, of a perplexity, an RMSE or bits per byte its logarithm (of the last but for a constant)."""
 
     values: Array  # (C,)
     sizes: Array  # (C,)
@@ -36,12 +36,34 @@ def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
             return None
         sums = _by_cluster(rows, arrays.get("groups"))
         return ItemValues(_pseudo_values(sums, function), np.ones(len(sums)), len(rows))
-    items = item_scores("perplexity" if metric in ("loss", "bits_per_byte") else metric, arrays)
+    items = item_scores(metric, arrays)
     if items is None:
         return None
     sums = _by_cluster(np.stack([items.scores, items.weights], 1), items.groups)
     sums = sums[sums[:, 1] > 0]
     return ItemValues(sums[:, 0] / sums[:, 1], sums[:, 1], len(items.scores))
+
+
+def stand_in_values(
+    metric: str, arrays: Mapping[str, Array], other: float, score: float
+) -> ItemValues | None:
+    """The metric by cluster of a trivial baseline with this score; `arrays` are those of a run on the same
+    items whose score is `other`.
+
+    Of classes, those of always saying the class that has the score. Else every cluster has the score, so that
+    the baseline does not vary over items.
+    """
+    if metric in ("accuracy", "f1_macro", "f1_weighted") and "labels" in arrays:
+        for label in np.unique(arrays["labels"]):
+            said = item_values(metric, {**arrays, "predictions": np.full_like(arrays["labels"], label)})
+            if said is not None and abs(np.average(said.values, weights=said.sizes) - score) < 1e-6:
+                return said
+    found = item_values(metric, arrays)
+    if found is None:
+        return None
+    beyond = score - other if larger_is_better(metric) else np.log(score / other)
+    mean = np.average(found.values, weights=found.sizes) + beyond
+    return found._replace(values=np.full(len(found.values), mean))
 
 
 def _by_cluster(rows: Array, groups: Array | None) -> Array:
@@ -61,21 +83,35 @@ def _pseudo_values(sums: Array, function: Callable[[Array], Array]) -> Array:
 
 
 def _classes(arrays: Mapping[str, Array]) -> Array:
-    """Per item, for every class: 2 if it is rightly predicted; then how often it is meant or predicted."""
+    """Per item, for every class: 2 if it is rightly predicted, how often it is meant or predicted, 1 if it is
+    meant."""
     labels, predictions = (arrays[name].astype(np.int64) for name in ("labels", "predictions"))
     classes = int(max(labels.max(), predictions.max())) + 1
     meant, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]
-    return np.concatenate([2 * meant * predicted, meant + predicted], axis=1)
+    return np.concatenate([2 * meant * predicted, meant + predicted, meant], axis=1)
 
 
 def _macro_f1(sums: Array) -> Array:
-    right, seen = np.split(sums, 2, axis=-1)
+    right, seen, _ = np.split(sums, 3, axis=-1)
     return (right / np.maximum(seen, 1)).mean(axis=-1)
 
 
+def _weighted_f1(sums: Array) -> Array:
+    right, seen, meant = np.split(sums, 3, axis=-1)
+    return (right / np.maximum(seen, 1) * meant).sum(axis=-1) / meant.sum(axis=-1)
+
+
 def _entities(arrays: Mapping[str, Array]) -> Array:
-    seen = arrays["entities"] + arrays["entities_predicted"].astype(np.float64)
-    return np.stack([2.0 * arrays["entities_right"], seen], 1)
+    names = ("entities_right", "entities", "entities_predicted")
+    return np.stack([arrays[name].astype(np.float64) for name in names], 1)
+
+
+def _nats(arrays: Mapping[str, Array]) -> Array:
+    return np.stack([arrays["scores"].astype(np.float64), arrays["tokens"]], 1)
+
+
+def _log_mean(sums: Array) -> Array:
+    return np.log(sums[..., 0] / sums[..., 1])
 
 
 def _numbers(arrays: Mapping[str, Array]) -> Array:
@@ -97,7 +133,12 @@ def _correlation(sums: Array) -> Array:
 # Metrics that are functions of sums over items: what is summed, and the function.
 FUNCTIONS: dict[str, tuple[Callable[[Mapping[str, Array]], Array], Callable[[Array], Array]]] = {
     "f1_macro": (_classes, _macro_f1),
-    "entity_f1": (_entities, lambda sums: sums[..., 0] / np.maximum(sums[..., 1], 1)),
+    "f1_weighted": (_classes, _weighted_f1),
+    "entity_f1": (_entities, lambda sums: 2 * sums[..., 0] / np.maximum(sums[..., 1] + sums[..., 2], 1)),
+    "entity_recall": (_entities, lambda sums: sums[..., 0] / np.maximum(sums[..., 1], 1)),
+    "entity_precision": (_entities, lambda sums: sums[..., 0] / np.maximum(sums[..., 2], 1)),
+    "loss": (_nats, _log_mean),
+    "bits_per_byte": (_nats, _log_mean),
     "rmse": (_numbers, _log_rmse),
     "pearson": (_numbers, _correlation),
 }

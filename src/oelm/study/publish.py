@@ -79,7 +79,7 @@ def _write(source: Path, records: list[Record], to: Path) -> None:
             "no folders; give the models different names, or publish the runs separately"
         )
     if study is not None:
-        values = _cut(study.to_dict())
+        values = _cut(study.as_written())
         if "per_task" in values:
             values["per_task"] = {task: _cut(more) for task, more in values["per_task"].items()}
         write_text(to / "study.toml", to_toml(values))

@@ -79,6 +79,7 @@ class Record:
     results: dict[str, Any]
     environment: dict[str, Any]
     identity: Identity
+    stand_in: bool = False  # it collapsed, and its test score is a trivial baseline's
 
     @property
     def task(self) -> str:
@@ -122,6 +123,16 @@ class Record:
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
         return replace(self, identity=_identity_of(config, self.results, self.environment))
 
+    def by_metric(self, metric: str | None) -> "Record":
+        """The record with the metric that a study compares; UserError if the run did not measure it."""
+        if metric in (None, self.metric):
+            return self
+        results = self.results | {"metric": metric}
+        if results_problem(results, self.config.training.test):
+            known = ", ".join((self.results.get("best") or {}).get("metrics", {}))
+            raise UserError(f"study.metric: {self.folder} was not measured by {metric!r}; it has {known}")
+        return replace(self, results=results)
+
     @property
     def lr(self) -> float:
         return self.config.training.lr
@@ -157,7 +168,7 @@ class Record:
         """Why the run failed: a kind of `oelm.errors`, "unknown" in old records; None if it did not fail.
         A run that was completed with a metric that is not finite diverged."""
         if self.completed:
-            return "diverged" if self.score is None else None
+            return "diverged" if self.score is None or self.stand_in else None
         if self.results.get("status") != "failed":
             return None
         failure = self.results.get("failure")
@@ -171,7 +182,7 @@ class Record:
     def reason(self) -> Notice | None:
         """Why the run was interrupted or failed."""
         if self.completed:
-            return notice("run.metric_not_finite", metric=self.metric) if self.score is None else None
+            return notice("run.metric_not_finite", metric=self.metric) if self.failure_kind else None
         return read_notice(found) if (found := self.results.get("reason")) else None
 
     @property
@@ -192,7 +203,8 @@ class Record:
 
     @property
     def test(self) -> float | None:
-        return self._score(self.results.get("test"))
+        measured = self.results.get("test") or {}
+        return float(measured["metrics"][self.metric]) if self.stand_in else self._score(measured)
 
     @property
     def score(self) -> float | None:
@@ -308,6 +320,13 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
             if damaged is None:
                 raise
             damaged.append(error.notice)
+
+
+def baselines_of(records: Iterable[Record], metric: str) -> dict[str, dict[str, Any]]:
+    """The trivial baselines on the test split that have this metric: name -> metrics."""
+    known: list[dict[str, Any]] = [found for r in records if (found := r.results.get("references"))]
+    tested = {name: splits["test"] for name, splits in known[0].items() if "test" in splits} if known else {}
+    return {name: metrics for name, metrics in tested.items() if metric in metrics}
 
 
 def mean_of(records: Iterable[Record], *keys: str) -> float | None:

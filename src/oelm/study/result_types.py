@@ -1,18 +1,21 @@
 """The result types of an analysis: arms, settings, comparisons, and what forbids a conclusion."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from oelm.study import decide, statistics
 from oelm.study.decide import Combined
 from oelm.study.design import Study
 from oelm.study.matrix import Cell, Matrix
-from oelm.study.records import Record
+from oelm.study.records import Record, baselines_of
 from oelm.study.two_way import Overall
 from oelm.system.messages import Notice, notice
+
+Found = TypeVar("Found", Combined, statistics.Interval)
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class ArmResult:
     @property
     def at_chance(self) -> list[int]:
         """Seeds whose run cannot be told from the most frequent class on validation."""
-        return [record.seed for record in self.records if record.results.get("at_chance")]
+        runs = [r for r in self.records if r.failure_kind != "diverged"]
+        return [record.seed for record in runs if record.results.get("at_chance")]
 
-    def collapsed(self, points: Callable[[float], float]) -> list[int]:
-        """Seeds whose measured run fell far below the others; see `oelm.study.decide`."""
-        return [self.seeds[place] for place in decide.collapsed(list(map(points, self.values)))]
+    @property
+    def finished(self) -> tuple[Record, ...]:
+        """The measured runs that did not diverge."""
+        return tuple(record for record in self.records if not record.stand_in)
 
     @property
     def interval(self) -> statistics.Interval | None:
@@ -64,7 +69,7 @@ class ArmResult:
 
     def area(self) -> float | None:
         """The mean area under the measured runs' learning curves, on the metric's scale."""
-        curves = [{point["step"]: point["metrics"][r.metric] for point in r.curve} for r in self.records]
+        curves = [{point["step"]: point["metrics"][r.metric] for point in r.curve} for r in self.finished]
         sorted_curves = [sorted(curve.items()) for curve in curves if len(curve) > 1]
         areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in sorted_curves]
         return fmean(areas) if areas else None
@@ -78,6 +83,15 @@ class ArmResult:
     def expected_best(self, larger_is_better: bool) -> list[float]:
         scores = [value for record in self.trials if (value := record.validation) is not None]
         return statistics.expected_best(scores, larger_is_better).tolist() if scores else []
+
+
+@dataclass(frozen=True)
+class Collapses:
+    """The collapsed runs of an arm."""
+
+    seeds: list[int]
+    rate: tuple[float, float]  # the exact 95 % interval
+    mean_without: float | None
 
 
 @dataclass(frozen=True)
@@ -108,15 +122,12 @@ class Group:
 
     @property
     def records(self) -> list[Record]:
-        return [record for arm in self.arms.values() for record in (*arm.trials, *arm.records)]
+        return [record for arm in self.arms.values() for record in (*arm.trials, *chain(*arm.by_lr))]
 
     @property
     def trivial_baselines(self) -> dict[str, dict[str, Any]]:
         """Trivial baselines on the test split that have the setting's metric: name -> metrics."""
-        measured = (record for arm in self.arms.values() for record in arm.records)
-        baselines = next((record.results.get("references") or {} for record in measured), {})
-        tested = {name: splits["test"] for name, splits in baselines.items() if "test" in splits}
-        return {name: metrics for name, metrics in tested.items() if self.metric in metrics}
+        return baselines_of((r for arm in self.arms.values() for r in arm.records), self.metric)
 
     def behind(self, arm: ArmResult) -> list[str]:
         """The trivial baselines that are better than the arm's mean."""
@@ -133,6 +144,32 @@ class Group:
     def points(self, value: float) -> float:
         """A score on the scale of differences: points, or -100 times the logarithm of a perplexity."""
         return 100 * value if self.kind == "share" else -100 * math.log(value)
+
+    def shown(self, difference: float) -> float:
+        """A difference as it is told: points, or by how many per cent a perplexity is lower."""
+        return difference if self.kind == "share" else -100 * math.expm1(-difference / 100)
+
+    def told(self, found: Found) -> Found:
+        """A mean difference and its interval, as they are told."""
+        ends = [None if end is None else self.shown(end) for end in (found.low, found.high)]
+        return replace(found, mean=self.shown(found.mean), low=ends[0], high=ends[1])
+
+    def bound(self, margin: float) -> float:
+        """A margin, in points or per cent of a perplexity, on the scale of differences."""
+        return margin if self.kind == "share" else 100 * math.log1p(margin / 100)
+
+    def collapses(self, arm: ArmResult) -> "Collapses | None":
+        """What to tell of an arm's collapsed runs; None if there are none."""
+        if not (seeds := self.collapsed(arm.records)):
+            return None
+        others = [value for seed, value in zip(arm.seeds, arm.values, strict=True) if seed not in seeds]
+        rate = decide.collapse_rate(len(seeds), len(arm.records))
+        return Collapses(seeds, rate, fmean(others) if others else None)
+
+    def collapsed(self, runs: Sequence[Record]) -> list[int]:
+        """Seeds whose run diverged or fell far below the others of its arm; see `oelm.study.decide`."""
+        fallen = decide.collapsed([self.points(r.test) for r in runs if r.test is not None])
+        return [run.seed for place, run in enumerate(runs) if run.stand_in or place in fallen]
 
 
 @dataclass(frozen=True)
@@ -172,7 +209,8 @@ class Comparison:
     @property
     def collapsed(self) -> bool:
         """Whether a run of either arm collapsed: then nothing is called equivalent."""
-        return any(arm.collapsed(self.group.points) for arm in (self.arm, self.reference_arm))
+        arms = (self.arm, self.reference_arm)
+        return any(self.group.collapsed(runs) for arm in arms for runs in arm.by_lr)
 
     @property
     def verdict(self) -> str:
@@ -209,7 +247,7 @@ def explain_problems(
     `comparisons` says how many the study planned."""
     lost = {name: list(arm.at_chance) for name, arm in arms.items() if arm.at_chance}
     values: dict[str, dict[str, Any]] = {
-        "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons)},
+        "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons), "comparisons": comparisons},
         "at_chance": {"runs": [notice("study.seeds", method=name, seeds=s) for name, s in lost.items()]},
         "unevaluated": {"methods": list(dict.fromkeys(a.method for a in arms.values() if a.unevaluated))},
     }

@@ -117,6 +117,7 @@ class Scheduler:
         folder = setting.folder(self.root, cell)
         try:
             record = read_record(folder) if folder.exists() else None
+            record = record and record.by_metric(setting.metric)
         except UserError as error:
             moved = set_aside(self.root, folder)
             self.progress.news.append(f"{error}; moved to {moved}, and the run is made again")
@@ -211,6 +212,7 @@ class Scheduler:
 def _result_line(run: DueRun) -> str:
     record = read_record(run.folder)
     assert record is not None
+    record = record.by_metric(run.setting.metric)
     if not record.completed:
         advice = record.results.get("advice")
         return f"{run.name} FAILED: {record.reason}" + (f"; {read_notice(advice)}" if advice else "")

@@ -136,12 +136,12 @@ def half_width_of_answers(disagree: float, seeds: int, items: int) -> tuple[floa
     return wide / math.sqrt(seeds), wide
 
 
-def seeds_for_noise(noise: float, seeds: int, half_width: float) -> tuple[float, int]:
-    """Half of the 95 % interval over so many seeds of runs with this standard deviation, and the seeds that
-    would make it `half_width`."""
+def seeds_for_noise(noise: float, seeds: int, half_width: float) -> tuple[float, int | None]:
+    """Half of the 95 % interval over so many seeds of runs with this standard deviation, and the seeds, below
+    1,000, that would make it `half_width`."""
     from scipy import stats
 
     def width(n: int) -> float:
         return float(stats.t.ppf(0.975, n - 1)) * noise * math.sqrt(2 / n)
 
-    return width(max(2, seeds)), next((n for n in range(2, 1000) if width(n) <= half_width), 1000)
+    return width(max(2, seeds)), next((n for n in range(2, 1000) if width(n) <= half_width), None)

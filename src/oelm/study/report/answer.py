@@ -34,7 +34,8 @@ def answer(view: View) -> list[str]:
 
 def clause(view: View, comparison: Comparison) -> str:
     """One comparison in words."""
-    group, verdict, found = comparison.group, comparison.verdict, comparison.combined
+    group, verdict = comparison.group, comparison.verdict
+    found = comparison.combined and group.told(comparison.combined)
     values: dict[str, Any] = {"method": comparison.method, "reference_arm": comparison.reference}
     values["n"] = len(comparison.seeds)
     if verdict == "void" or found is None:
@@ -61,19 +62,23 @@ def clause(view: View, comparison: Comparison) -> str:
     sign = 1 if verdict == "better" else -1
     ends = sorted(sign * end for end in (found.low, found.high) if end is not None)
     values["diff"] = view.amount(group, numbers.fixed(sign * found.mean, digits))
-    values["interval"] = view.words.range(*(numbers.fixed(end, digits) for end in ends)) if ends else "–"
+    unit = "" if group.larger_is_better else " %"
+    texts = [f"{numbers.fixed(end, digits)}{unit}" for end in ends]
+    values["interval"] = view.words.range(*texts) if texts else numbers.NOTHING
     return view.words(f"answer.{verdict}_{group.kind}", **values)
 
 
 def _narrowing(view: View, comparison: Comparison) -> str:
     """What would narrow an interval that decides nothing: more seeds, or only more test items."""
-    found = comparison.overall
+    found, group = comparison.overall, comparison.group
     assert found is not None
-    needed = seeds_needed(found, comparison.margin)
+    needed = seeds_needed(found, bound := group.bound(comparison.margin))
     if needed is not None:
         return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
-    width = found.half_width()
-    text = view.amount(comparison.group, numbers.fixed(width, numbers.digits_for(-width, width)))
+    if found.half_width() <= bound:
+        return view.words("answer.narrow_many")
+    width = group.shown(found.half_width())
+    text = view.amount(group, numbers.fixed(width, numbers.digits_for(-width, width)))
     return view.words("answer.narrow_items", items=numbers.count(found.items), width=text)
 
 
@@ -97,9 +102,10 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
 
 def _difference(view: View, comparison: Comparison) -> str:
     """The mean difference; for a perplexity, where lower is better, with the direction that is better."""
-    assert comparison.combined is not None
-    text = view.amount(comparison.group, numbers.signed(comparison.combined.mean, view.digits(comparison)))
-    return view.with_detail(text, "" if comparison.group.larger_is_better else view.words("answer.sense"))
+    group, found = comparison.group, comparison.combined
+    assert found is not None
+    text = view.amount(group, numbers.signed(group.shown(found.mean), view.digits(comparison)))
+    return view.with_detail(text, "" if group.larger_is_better else view.words("answer.sense"))
 
 
 def _verdicts(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
@@ -155,7 +161,7 @@ def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: 
 
 def _amount(view: View, several: Sequence[Comparison]) -> str:
     """The difference, or the range of several; empty if they have different units."""
-    means = sorted(c.combined.mean for c in several if c.combined and c.verdict != "void")
+    means = sorted(c.group.shown(c.combined.mean) for c in several if c.combined and c.verdict != "void")
     if not means or len({c.group.kind for c in several}) > 1:
         return ""
     digits = max(view.digits(c) for c in several)

@@ -136,7 +136,7 @@ def _repeat(view: View, folder: str) -> list[Block]:
         blocks += [
             Paragraph(words("repeat.study")),
             Code(commands),
-            Code(to_toml(study.to_dict()), "study.toml"),
+            Code(to_toml(study.as_written()), "study.toml"),
         ]
     else:
         blocks.append(Paragraph(words("repeat.runs")))

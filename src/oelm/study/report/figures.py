@@ -52,9 +52,10 @@ def forest(view: View, kind: str) -> Figures | None:
         return None
     words, unit = view.words, view.unit(rows[0].group)
     margin = max(c.margin for c in rows)
+    bound, shown = rows[0].group.bound(margin), rows[0].group.shown
 
     def paint(axes: Any) -> None:
-        axes.axvspan(-margin, margin, color=BAND, lw=0)
+        axes.axvspan(shown(-bound), shown(bound), color=BAND, lw=0)
         axes.axvline(0, color=FAINT, lw=1)
         for place, comparison in enumerate(rows):
             _forest_row(view, axes, comparison, len(rows) - 1 - place)
@@ -72,8 +73,9 @@ def forest(view: View, kind: str) -> Figures | None:
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
-    found, items = comparison.combined, comparison.by_items
-    assert found is not None
+    told, items = comparison.group.told, comparison.by_items
+    assert comparison.combined is not None
+    found, items = told(comparison.combined), items and told(items)
     place = view.colours[comparison.method]
     shade = _colour(place)
     if items is not None and items.low is not None:
@@ -129,10 +131,10 @@ def curves(view: View) -> Figures | None:
 def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     """Step -> the scores of all measured runs, for steps at which every run has one."""
     curve: dict[int, list[float]] = defaultdict(list)
-    for point in [point for record in arm.records for point in record.curve]:
+    for point in [point for record in arm.finished for point in record.curve]:
         if point["split"] == "validation":
             curve[point["step"]].append(point["metrics"][group.metric])
-    return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.records)}
+    return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.finished)}
 
 
 def _paint_curves(view: View, group: Group, axes: Any) -> None:

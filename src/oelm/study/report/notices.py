@@ -14,7 +14,8 @@ from oelm.study.result_types import ArmResult, Group
 from oelm.system.messages import Notice, Span, notice, text_of
 
 ORDER = (
-    "void", "unevaluated", "failed", "changed", "chance", "trivial", "rate", "unfinished", "mixture", "run",
+    "void", "unevaluated", "failed", "changed", "collapsed", "chance", "trivial", "rate", "unfinished",
+    "mixture", "run",
 )  # fmt: skip
 
 
@@ -118,6 +119,13 @@ def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
     """Without the names of the task and the method."""
     if arm.at_chance:
         yield "chance", notice("study.at_chance", seeds=list(arm.at_chance))
+    for runs in arm.by_lr:
+        lost = {run.seed: run.results["test"]["baseline"] for run in runs if run.stand_in}
+        if fallen := [seed for seed in group.collapsed(runs) if seed not in lost]:
+            yield "collapsed", notice("study.collapsed", lr=runs[0].lr, seeds=fallen)
+        if lost:
+            name = next(iter(lost.values()))
+            yield "collapsed", notice("study.stand_in", lr=runs[0].lr, seeds=list(lost), name=name)
     if behind := group.behind(arm):
         yield "trivial", notice("study.behind_baseline", names=list(behind))
     if arm.records and not arm.chosen:

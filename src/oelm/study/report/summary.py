@@ -78,7 +78,7 @@ def _group(view: View, group: Group) -> dict[str, Any]:
 
 
 def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
-    runs = arm.records or arm.trials
+    runs = arm.finished or arm.trials
     return {
         **_picked(arm, "method", "lr", "chosen", "seeds", "interval", "at_chance"),
         "test": arm.values,
@@ -88,12 +88,17 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
         "behind": group.behind(arm),
+        "collapsed": group.collapses(arm),
+        "near_ties": [
+            {"lr": lr, "seeds": [r.seed for r in runs], "test": [r.test for r in runs]}
+            for lr, runs in arm.near_ties.items()
+        ],
         "unevaluated": [{"lr": cell.lr, "seed": cell.seed} for cell in arm.unevaluated],
         "failures": [_failure(record) for record in arm.failures],
         "parameters": runs[0].results.get("parameters") if runs else None,
         "step_time_s": arm.step_time(),
-        "train_time_s": mean_of(arm.records, "train_time_s"),
-        "peak_memory_bytes": mean_of(arm.records, "peak_memory_bytes"),
+        "train_time_s": mean_of(arm.finished, "train_time_s"),
+        "peak_memory_bytes": mean_of(arm.finished, "peak_memory_bytes"),
     }
 
 
@@ -106,10 +111,15 @@ def _failure(record: Record) -> dict[str, Any]:
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
     tests = ("combined", "by_seeds", "by_items", "margin", "p_holm", "margin_p_holm")
     verdict = ("verdict", "small_difference", "collapsed", "problems")
-    found = comparison.overall
+    found, whole, group = comparison.overall, comparison.combined, comparison.group
     return {
-        "setting": view.label(comparison.group),
+        "setting": view.label(group),
         "overall": asdict(found) | {"share_items": found.share_items} if found else None,
-        "unit": "points" if comparison.group.kind == "share" else "100 * log ratio",
+        "unit": "points" if group.kind == "share" else "100 * log ratio",
+        # By how much lower a perplexity is than the reference arm's.
+        "percent": _picked(group.told(whole), "mean", "low", "high")
+        if whole and group.kind != "share"
+        else None,
+        "metric": group.metric,
         **_picked(comparison, "method", "reference", "seeds", "differences", *tests, *verdict),
     }

@@ -1,6 +1,7 @@
 """The tables of a report: results, certainty, learning rates, cost, raw values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from oelm.study.records import mean_of
 from oelm.study.report import numbers
@@ -28,7 +29,9 @@ def results(view: View, group: Group, published: bool = True) -> Table:
         words("table.verdict"),
     ]
     rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
-    beside = []  # rows without a comparison: label, detail, score, bits per byte
+    beside = list(
+        _without_collapsed(view, group)
+    )  # rows without a comparison: label, detail, score, bits per byte
     for name, metrics in group.trivial_baselines.items():
         bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
         beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
@@ -48,8 +51,25 @@ def results(view: View, group: Group, published: bool = True) -> Table:
     return make_table(head, rows, view.title(group), left=(0, -1))
 
 
+def _without_collapsed(view: View, group: Group) -> Iterator[tuple[str, str, str, str]]:
+    """The arms with collapsed runs: how many, and the mean of the others."""
+    for arm in group.arms.values():
+        if (found := group.collapses(arm)) is not None:
+            rate = view.words.range(*(numbers.significant(100 * end, 2) for end in found.rate))
+            counts = {"count": len(found.seeds), "n": len(arm.records), "rate": rate}
+            left = [record for record in arm.records if record.seed not in found.seeds]
+            name = view.words("table.without", method=arm.method)
+            yield (
+                name,
+                view.words("table.collapsed", **counts),
+                view.value(group, found.mean_without),
+                view.bits(left),
+            )
+
+
 def _result(view: View, group: Group, arm: ArmResult) -> Row:
     runs = view.words("table.runs", lr=numbers.learning_rate(arm.lr), n=len(arm.values))
+    runs = view.words.items(filter(None, (runs, view.differing(arm))))
     row: list[str | TableCell] = [name_cell(view, arm.method, runs), _mean_cell(view, group, arm)]
     if group.metric == "perplexity":
         row.append(view.bits(arm.records))
@@ -61,7 +81,7 @@ def _result(view: View, group: Group, arm: ArmResult) -> Row:
     verdict = TableCell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
     if comparison.combined is None:
         return [*row, numbers.NOTHING, verdict]
-    found, digits = comparison.combined, view.digits(comparison)
+    found, digits = group.told(comparison.combined), view.digits(comparison)
     span = "" if found.low is None else view.span(found.low, found.high, digits)
     return [*row, TableCell(numbers.signed(found.mean, digits), span), verdict]
 
@@ -121,7 +141,8 @@ def _tests(view: View, comparison: Comparison) -> list[str]:
     found, whole = comparison.overall, comparison.combined
     assert found is not None
     digits, share = view.digits(comparison), found.share_items
-    intervals = (whole, comparison.by_seeds, comparison.by_items)
+    told = comparison.group.told
+    intervals = (whole and told(whole), *(i and told(i) for i in (comparison.by_seeds, comparison.by_items)))
     return [
         str(found.seeds),
         numbers.count(found.items),
@@ -202,7 +223,7 @@ def cost(view: View, group: Group) -> Table | None:
     names = ("method", "total", "trainable", "frozen", "step_time", "train_time", "memory")
     rows: list[Row] = []
     for arm in group.arms.values():
-        runs = arm.records or tuple(r for r in arm.trials if r.completed)
+        runs = arm.finished or tuple(r for r in arm.trials if r.completed)
         if not runs:
             continue
         parameters = runs[0].results.get("parameters") or {}
@@ -224,16 +245,23 @@ def raw(view: View, group: Group) -> Table | None:
     if not arms:
         return None
     comparisons = [c for c in view.analysis.comparisons if c.group is group and c.arm in arms]
+    columns = {arm.method: arm for arm in arms}
+    for arm in arms:  # what was measured at other learning rates too
+        ties = [replace(arm, records=runs, lr=lr, near_ties={}) for lr, runs in arm.near_ties.items()]
+        columns |= {f"{arm.method} @ {numbers.learning_rate(tie.lr)}": tie for tie in ties}
     head = [
-        view.words("table.seed"), *(arm.method for arm in arms),
+        view.words("table.seed"), *columns,
         *(view.words("table.minus", method=c.method, reference_arm=c.reference) for c in comparisons),
     ]  # fmt: skip
     differences = [dict(zip(c.seeds, c.differences, strict=True)) for c in comparisons]
     rows = [
         [
             str(seed),
-            *(_of_seed(view, group, arm, seed) for arm in arms),
-            *(numbers.signed(by_seed.get(seed), 2) for by_seed in differences),
+            *(_of_seed(view, group, arm, seed) for arm in columns.values()),
+            *(
+                numbers.signed(group.shown(by_seed[seed]) if seed in by_seed else None, 2)
+                for by_seed in differences
+            ),
         ]
         for seed in sorted({seed for arm in arms for seed in arm.seeds})
     ]

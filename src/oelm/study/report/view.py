@@ -8,9 +8,10 @@ from typing import Any
 
 from oelm.errors import UserError
 from oelm.study.catalogue import Experiment, differences, list_experiments
+from oelm.study.record_checks import is_number
 from oelm.study.records import Record, mean_of
 from oelm.study.report import numbers
-from oelm.study.result_types import Analysis, Comparison, Group
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 from oelm.system.messages import LANGUAGES, fill, read_sentences, sentences
 
 
@@ -110,7 +111,7 @@ class View:
         return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
-        found = comparison.combined
+        found = comparison.combined and comparison.group.told(comparison.combined)
         return numbers.digits_for(found.low, found.high) if found else 1
 
     def span(self, low: float | None, high: float | None, digits: int) -> str:
@@ -118,6 +119,14 @@ class View:
         if low is None or high is None:
             return numbers.NOTHING
         return self.words.range(numbers.signed(low, digits), numbers.signed(high, digits))
+
+    def differing(self, arm: ArmResult) -> str:
+        """The settings of an arm in which the arms of the study differ besides their method."""
+        study, run = self.analysis.study, next(iter((*arm.records, *arm.trials)), None)
+        keys = [key.split(".") for key in study.differs_in] if study and run else []
+        values = {name: getattr(getattr(run.config, table), name) for table, name in keys if run}
+        texts = {name: f"{value:g}" if is_number(value) else str(value) for name, value in values.items()}
+        return self.words.items(f"{name} {text}" for name, text in texts.items() if text != "None")
 
     def verdict(self, comparison: Comparison) -> str:
         text = self.words(f"verdict.{comparison.verdict}")
