@@ -100,7 +100,7 @@ def test_every_sentence_says_the_same_in_both_languages():
 def test_what_decides_a_claim_is_shipped():
     """Every study that a reason asks for exists, and the claims' methods and tasks are in it."""
     for claim in claim_data.read_claims():
-        studies = [name for name in re.findall(r"fair-\w+", claim.run)]
+        studies = re.findall(r"fair-\w+", claim.run)
         assert set(studies) <= shipped_studies().keys() and (studies or claim.rule == "speed")
         plans = [tomllib.loads(shipped_studies()[name].read_text())["study"] for name in studies]
         for plan in plans:

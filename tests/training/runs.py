@@ -29,7 +29,8 @@ PRELOAD = [
     "sklearn.feature_extraction.text", "sklearn.linear_model", "transformers.models.auto.tokenization_auto",
 ]  # fmt: skip
 TIMES = (
-    "ended", "train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s", "peak_memory_bytes",
+    "ended", "train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s",
+    "peak_memory_bytes",
 )  # fmt: skip
 
 # Dropout draws random numbers, accumulation splits batches, and saves fall on steps without an evaluation.
