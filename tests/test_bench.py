@@ -17,8 +17,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 from typer.testing import CliRunner
 
 from oelm.bench import cases

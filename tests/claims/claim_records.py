@@ -172,6 +172,6 @@ def benchmark(
     case = {"work": "freezing", "name": f"T={length}", "kind": kind, "length": length}
     case["arms"] = [{"name": name, "windows": windows} for name, windows in rounds_of.items()]
     if size == BERT:
-        case["model"] = {"architecture": "bert", "layers": 12, "d_model": 768}
+        case["model"] = {"name": BERT, "architecture": "bert", "layers": 12, "d_model": 768}
     record = {"settings": {"size": size}, "environment": {"cpu": "one"}, "cases": [case]}
     return Benchmark(f"{kind}.json", record)

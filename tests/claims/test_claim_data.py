@@ -9,6 +9,7 @@ import pytest
 
 from oelm.claims import cases as claim_cases
 from oelm.claims import data as claim_data
+from oelm.claims import remarks as claim_remarks
 from oelm.claims import speed as claim_speed
 from oelm.claims import verdicts as claims
 from oelm.cli import claims as claims_command
@@ -86,14 +87,12 @@ def test_every_sentence_says_the_same_in_both_languages():
                      for text in (english, chinese)]  # fmt: skip
             assert names[0] == names[1], (group, key)
     assert set(data["verdicts"]) == {"supported", "refuted", "in part", "not decided"}
-    modules = (claims, claim_cases, claim_speed, claims_command)
+    modules = (claims, claim_cases, claim_remarks, claim_speed, claims_command)
     source = "".join(Path(str(m.__file__)).read_text() for m in modules)
     used = set(re.findall(r'"(\w+)"', source)) | {f"published_{w}" for w in ("inside", "above", "below")}
     verdicts, kinds = ("supported", "refuted", "open"), ("above", "share", "within")
     used |= {f"{verdict}_{kind}" for verdict in verdicts for kind in kinds} | {"n_seeds", "n_rounds"}
-    used |= {"with_gpt", "with_bert", "with_gpt_bert"} | {
-        part.measure for claim in claim_data.read_claims() for part in claim.parts.values()
-    }
+    used |= {part.measure for claim in claim_data.read_claims() for part in claim.parts.values()}
     assert data["words"].keys() <= used
 
 

@@ -186,8 +186,10 @@ def test_several_studies_are_judged_together_each_with_its_own_problems():
 def test_without_records_everything_is_not_decided_and_says_what_is_needed():
     found = judge(tuned(pairs(7, task="sst2", model="gpt-tiny", reference="frozen")))
     assert {v.verdict for v in found} == {"not decided"}
-    assert "oelm and baseline, on imdb, ag_news, xnli, with a reference GPT" in found[0].reason
-    assert "oelm and oelm-random, on a language-modelling task" in found[4].reason
+    assert (
+        found[0].why == "No fitting runs of oelm and baseline. To decide it: oelm study fair-classification."
+    )
+    assert found[4].why == "No fitting runs of oelm and oelm-random. To decide it: oelm study fair-language."
     assert all((v.number, v.interval, v.n) == (None, None, 0) for v in found)
 
 
@@ -478,6 +480,14 @@ def test_c7(outcomes, expected, words):
     assert words in found.reason
     if expected != "not decided":
         assert (found.number, found.n, found.unit) == (3, 5, "settings")
+
+
+def test_c7_needs_both_architectures_to_be_judged():
+    """A void setting of one model is not made up for by another model on the same task."""
+    records = [*pairs(WORKS, task="sst2"), *pairs(FAILS, task="tinystories")]
+    whole = verdict("C7", [*records, *pairs(WORKS, task="sst2", model=BERT)])
+    void = verdict("C7", [*records, *pairs(WORKS, task="sst2", model=BERT, n=4)])
+    assert (whole.verdict, void.verdict) == ("supported", "not decided")
 
 
 # Properties.

@@ -2,29 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from oelm.claims.data import (
-    Claim,
-    ClaimPart,
-    Interval,
-    Sentence,
-    claim_data,
-    fill,
-    format_number,
-    format_p,
-    format_problems,
-    join,
-    sentence,
-    with_unit,
-)
+from oelm.claims import data
+from oelm.claims.data import Claim, ClaimPart, Interval, Sentence, join, sentence
 from oelm.config import SUFFIXES
 from oelm.data.catalogue import TASKS
 from oelm.models.gpt_sizes import PRESETS
-from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs, table_of
 from oelm.study.decide import LEVEL, combine
 from oelm.study.records import Record
@@ -44,14 +30,14 @@ class Setting:
     @property
     def architecture(self) -> str:
         """ "gpt" for the reference GPT; else the model's family, such as "bert"."""
+        if self.group.model in PRESETS:
+            return "gpt"
         for record in self.group.records:
-            if self.group.model in PRESETS:
-                break
             if family := record.results.get("architecture"):
                 return "gpt" if family == "oelm-gpt" else str(family)
             if roots := record.parameter_roots:
                 return roots.most_common(1)[0][0]
-        return _family(self.group.model)
+        return self.model.partition("-")[0]
 
     @property
     def kind(self) -> str:
@@ -67,23 +53,19 @@ class Setting:
     @property
     def published_size(self) -> str | None:
         """The model of this architecture that the reports used."""
-        sizes: dict[str, str] = claim_data()["sizes"]
+        sizes: dict[str, str] = data.claim_data()["sizes"]
         return sizes.get(self.architecture)
 
     def part_of(self, claim: Claim) -> str | None:
         """The name of the claim's part that this setting belongs to, if any."""
         sources = [record.config.task.data or "" for record in self.group.records]
-        own_file = all(Path(data).suffix.lower() in SUFFIXES for data in sources)  # imdb.csv is not imdb
+        own_file = all(Path(source).suffix.lower() in SUFFIXES for source in sources)  # imdb.csv is not imdb
         names = ("any",) if own_file else (self.group.task, "any")
         return next((name for name in names if name in claim.parts), None)
 
     def arms_of(self, claim: Claim) -> tuple[ArmResult, ArmResult]:
         """The arm of the claim's method and its reference arm."""
         return self.group.arms[claim.method], self.group.arms[claim.reference_arm]
-
-
-def _family(model: str) -> str:
-    return "gpt" if model in PRESETS else Path(model).name.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -115,66 +97,21 @@ def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
     )  # fmt: skip
     published = [s for s in settings if s.model == s.published_size and not claim.any_size]
     judged = published or settings
-    planned = {task for analysis in analyses for task in _planned(claim, analysis, judged)}
+    planned = {task for setting in judged for task in _planned(claim, setting)}
     return Fitting(judged, [s for s in settings if s not in judged], apart, sorted(planned))
 
 
-def _planned(claim: Claim, analysis: Analysis, judged: Sequence[Setting]) -> list[str]:
-    """Tasks of a study that the claim is about, with no runs of both methods."""
-    study, both = analysis.study, {claim.method, claim.reference_arm}
-    if study is None or not claim.parts or not both <= study.arms.keys():
-        return []
-    model = str(study.base.get("model", {}).get("name"))
-    if judged and Path(model).name not in {s.model for s in judged}:
-        return []
-    if claim.architectures and _family(model) not in claim.architectures:
-        return []
-    there = {group.task for group in analysis.groups if both <= group.arms.keys()}
+def _planned(claim: Claim, setting: Setting) -> list[str]:
+    """Tasks that the setting's study planned for both methods, that the claim is about, without such runs."""
+    study, both = setting.analysis.study, {claim.method, claim.reference_arm}
+    there = {group.task for group in setting.analysis.groups if both <= group.arms.keys()}
     return [
         task
-        for task in study.table.tasks
+        for task in (study.table.tasks if study else ())
         if task not in there
-        and (task in claim.parts or "any" in claim.parts)
+        and {task, "any"} & claim.parts.keys()
         and claim.kind in (None, TASKS[task].kind if task in TASKS else None)
     ]
-
-
-def describe_setting(claim: Claim, setting: Setting) -> Sentence:
-    """The setting as a sentence: task, model, recipe and learning rates."""
-    arm, reference = setting.arms_of(claim)
-    if arm.chosen and reference.chosen:
-        key = "rates_chosen"
-    else:
-        key = "rates_same" if arm.lr and arm.lr == reference.lr else "rates_unclear"
-    rates = sentence(key, **claim.names, lr=arm.lr, reference_lr=reference.lr)
-    model, size = setting.model, setting.published_size
-    known = sentence("published_size" if model == size else "other_size", model=model, published=size)
-    values = {"task": setting.group.task, "recipe": _recipe(setting.group), "rates": rates}
-    return sentence("where", model=known if size else model, **values)
-
-
-def _recipe(group: Group) -> Sentence:
-    record = group.records[0]
-    training, model = record.config.training, asdict(record.config.model)
-    values = {"epochs": training.epochs, "steps": training.steps}
-    values["samples"] = record.results.get("samples")  # the data may be a part of the original
-    values |= {"batch": training.batch_size, "batch_tokens": training.batch_tokens}
-    values["length"] = record.config.task.max_length
-    texts = [sentence(key, value=value) for key, value in values.items() if value]
-    plain = [training.schedule, group.precision]
-    plain += [f"{key} {value}" for key, value in model.items() if key != "name" and value is not None]
-    return join([*texts, *((text, text) for text in plain)], (", ", "，"))
-
-
-def behind_sentences(claim: Claim, setting: Setting) -> list[Sentence]:
-    """The trivial baselines that are better than an arm."""
-    group, sentences = setting.group, []
-    for arm in reversed(setting.arms_of(claim)):
-        for name in group.behind(arm):
-            score, baseline = fmean(arm.values), group.trivial_baselines[name][group.metric]
-            values = {"method": arm.method, "score": f"{score:.4g}", "baseline": f"{baseline:.4g}"}
-            sentences.append(sentence("behind", name=name, **values))
-    return sentences
 
 
 def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
@@ -212,13 +149,10 @@ class Case:
 
     def decisive_p(self) -> float | None:
         """Of the threshold; of an equivalence, the larger one of its two bounds while the mean is inside."""
-        if self.part.within is None:
+        margin, mean = self.part.within, self.mean or 0.0
+        if margin is None:
             return self.p(self.threshold)
-        return self.p_within(self.part.within)
-
-    def p_within(self, margin: float) -> float | None:
-        inside = self.mean is not None and abs(self.mean) < margin
-        ends = (-margin, margin) if inside else (math.copysign(margin, self.mean or 0.0),)
+        ends = (-margin, margin) if abs(mean) < margin else (math.copysign(margin, mean),)
         found = [p for end in ends if (p := self.p(end)) is not None]
         return max(found) if len(found) == len(ends) else None
 
@@ -230,7 +164,7 @@ class Case:
         return self.mean > self.threshold if within is None else abs(self.mean) < within
 
     def show(self, value: float) -> Sentence:
-        return with_unit(value, self.unit, self.part.measure != "kept")
+        return data.with_unit(value, self.unit, self.part.measure != "kept")
 
 
 def describe_number(
@@ -241,9 +175,9 @@ def describe_number(
     count = sentence(f"n_{counted}", n=n)
     text = sentence("no_interval", count=count)
     if interval is not None:
-        low, high = format_number(interval[0], unit, signed), with_unit(interval[1], unit, signed)
+        low, high = data.format_number(interval[0], unit, signed), data.with_unit(interval[1], unit, signed)
         text = sentence("interval", low=low, high=high, count=count)
-    return {"number": with_unit(mean, unit, signed), "interval": text}
+    return {"number": data.with_unit(mean, unit, signed), "interval": text}
 
 
 Scale = tuple[Callable[[float], float], Callable[[float], float]]
@@ -275,12 +209,15 @@ def _score(measure: str, record: Record) -> float:
     return record.test
 
 
-def make_case(claim: Claim, setting: Setting, reference_arm: str | None = None) -> Case:
-    """A setting that fits the claim; `reference_arm` replaces the claim's own."""
-    group, analysis, name = setting.group, setting.analysis, reference_arm or claim.reference_arm
+def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Case:
+    """A setting that fits the claim. A control replaces the reference arm, and is compared with the method
+    for equivalence."""
+    group, analysis, name = setting.group, setting.analysis, control or claim.reference_arm
     part_name = setting.part_of(claim)
     assert part_name is not None  # or the setting would not fit
     part, arms = claim.parts[part_name], (group.arms[claim.method], group.arms[name])
+    if control:
+        part = replace(part, within=part.control_margin)
     pairs = pair_runs(*(arm.records for arm in arms))
     scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pairs)
     ties = [(a, b) for a in arms[0].by_lr for b in arms[1].by_lr]
@@ -289,7 +226,7 @@ def make_case(claim: Claim, setting: Setting, reference_arm: str | None = None) 
     if scores and len(tables) < len(ties):
         codes, tables = (*codes, "no_items"), []
     names = {arm.method: arm for arm in reversed(arms)}
-    problems = [format_problems(explain_problems(codes, names, len(scores), len(analysis.comparisons)))]
+    problems = [data.format_problems(explain_problems(codes, names, len(scores), len(analysis.comparisons)))]
     if not {"unevaluated", "other_rates"} & set(codes):  # these say it already
         problems += [text for text in (rates_problem(setting, arms),) if text]
     problem = join([text for text in problems if text[0]], ("; ", "；"))
@@ -321,52 +258,3 @@ def make_case(claim: Claim, setting: Setting, reference_arm: str | None = None) 
         unit, mean, interval, test, what, problem if problem[0] else None,
         any(arm.collapsed(group.points) for arm in arms), scores, setting,
     )  # fmt: skip
-
-
-def control_sentence(claim: Claim, case: Case, gains: bool) -> Sentence:
-    """How the method compares with the control that the claim leaves out. That the control explains the gain
-    is said only where it is better, or equivalent within the claim's margin."""
-    control, setting = case.part.control, case.setting
-    assert control is not None and setting is not None
-    templates = claim_data()["controls"][control]
-    if control not in setting.group.arms:
-        return fill(templates["absent"])
-    beside = make_case(claim, setting, control)
-    if beside.problem or beside.mean is None:
-        return fill(templates["void"], problems=beside.problem or sentence("nothing"))
-    p, p_within = beside.p(0.0), beside.p_within(case.part.control_margin)
-    differs = p is not None and p < LEVEL
-    equivalent = (
-        not beside.collapsed
-        and p_within is not None
-        and p_within < LEVEL
-        and abs(beside.mean) < case.part.control_margin
-    )
-    key = "open"
-    if equivalent or (differs and beside.mean < 0):
-        key = "other"
-    elif differs:
-        key = "better"
-    margin = beside.show(case.part.control_margin)
-    return fill(templates.get(key if gains else "plain", templates["plain"]), what=beside.what, margin=margin)
-
-
-def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Sentence:
-    """Whether the measure rises from task to task; the verdict does not depend on it."""
-    from scipy import stats
-
-    usable = [case for case in cases if not case.problem and case.task in tasks]
-    names = ", ".join(tasks)
-    if sorted(case.task for case in usable) != sorted(tasks):
-        return sentence("growth_few", tasks=names)
-    usable.sort(key=lambda case: tasks.index(case.task))
-    # Welch's test: the seeds of different corpora are not pairs.
-    losses = [[100 * (score / reference - 1) for score, reference in case.scores] for case in usable]
-    tests = [stats.ttest_ind(b, a, equal_var=False) for a, b in pairwise(losses)]
-    adjusted = statistics.holm([float(test.pvalue) for test in tests])
-    clear = [p is not None and p < LEVEL for p in adjusted]
-    for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
-        if sure and test.statistic < 0:
-            falls = {"first": a.task, "second": b.task, "p": format_p(p)}
-            return sentence("growth_no", tasks=names, **falls)
-    return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)

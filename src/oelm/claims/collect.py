@@ -1,7 +1,8 @@
 """What the claims are judged on: every study, run and benchmark record below some paths."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.records import find_records
 from oelm.study.result_types import Analysis
+from oelm.system.messages import Notice
 
 
 @dataclass
@@ -43,14 +45,13 @@ def collect(paths: Sequence[Path]) -> Collection:
     """Read folders, searched for studies, runs and benchmark records, and files of `oelm bench --json`."""
     found, seen = Collection(), set[Path]()
     for path in paths:
-        if path.is_file():
-            if path.resolve() not in seen:
-                found.benchmarks.append(Benchmark(path.name, read_record(path)))
-            seen.add(path.resolve())
-        elif path.is_dir():
+        if path.is_dir():
             _search(path, found, seen)
-        else:
+        elif not path.exists():
             raise UserError(f"{path}: no such file or folder")
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            found.benchmarks.append(Benchmark(path.name, read_record(path)))
     if not found.analyses and not found.benchmarks:
         why = f" ({found.left_out[0]})" if found.left_out else ""
         names = ", ".join(map(str, paths))
@@ -59,35 +60,29 @@ def collect(paths: Sequence[Path]) -> Collection:
 
 
 def _search(folder: Path, found: Collection, seen: set[Path]) -> None:
-    studies = [path.parent for path in sorted(folder.rglob("study.toml"))]
-    for study in studies:
-        if study.resolve() in seen or not any(study.rglob("results.json")):
-            continue
-        seen.add(study.resolve())
-        try:
-            found.analyses.append(analyse(study))
-            found.left_out += map(str, found.analyses[-1].damaged)
-        except UserError as error:
-            found.left_out.append(str(error))
-    damaged: list = []
-    runs = [r for r in find_records(folder, damaged) if not _inside(r.folder, studies, seen)]
-    seen.update(run.folder.resolve() for run in runs)
-    found.left_out += [
-        str(problem) for problem in damaged if not any(str(s) in str(problem) for s in studies)
-    ]
-    if runs:
-        found.analyses.append(analyse_records(runs, None, title=folder.resolve().name))
+    """Add what is below a folder; `seen` holds the studies, runs and files that were read before."""
+    studies = [path.parent.resolve() for path in sorted(folder.rglob("study.toml"))]
+    for study in dict.fromkeys(studies):
+        if study not in seen and any(study.rglob("results.json")):
+            try:
+                found.analyses.append(analyse(study))
+                found.left_out += map(str, found.analyses[-1].damaged)
+            except UserError as error:
+                found.left_out.append(str(error))
+    seen.update(studies)
+    damaged: list[Notice] = []
+    records = [record for record in find_records(folder, damaged) if not _read(record.folder, seen)]
+    if records:
+        found.analyses.append(analyse_records(records, None, title=folder.resolve().name))
+    if not studies:  # or they have been named above
+        found.left_out += map(str, damaged)
+    seen.update(record.folder.resolve() for record in records)
     for path in sorted(folder.rglob("*.json")):
-        if path.resolve() in seen or _inside(path, [*studies, *(run.folder for run in runs)], set()):
-            continue
-        try:
-            record = read_record(path)
-        except UserError:  # some other JSON file
-            continue
-        seen.add(path.resolve())
-        found.benchmarks.append(Benchmark(path.name, record))
+        if not _read(path, seen):
+            with contextlib.suppress(UserError):  # some other JSON file
+                found.benchmarks.append(Benchmark(path.name, read_record(path)))
+            seen.add(path.resolve())
 
 
-def _inside(path: Path, folders: Iterable[Path], seen: set[Path]) -> bool:
-    """Whether a path lies in one of the folders, or was read before."""
-    return path.resolve() in seen or any(path.is_relative_to(folder) for folder in folders)
+def _read(path: Path, seen: set[Path]) -> bool:
+    return not seen.isdisjoint((path.resolve(), *path.resolve().parents))

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oelm.claims import data
 from oelm.claims.cases import Case, describe_number
-from oelm.claims.data import Claim, ClaimPart, claim_data, sentence
+from oelm.claims.data import Claim, ClaimPart, sentence
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import SIZES
 from oelm.study import statistics
@@ -43,17 +44,18 @@ def speed_cases(claim: Claim, benchmarks: Sequence[Benchmark]) -> list[Case]:
     return cases
 
 
+def _model(work: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """What was trained; records did not say it before, and were of our GPT."""
+    size = record["settings"]["size"]
+    layers, d_model = SIZES.get(size, (0, 0))[:2]
+    made: dict[str, Any] = {"name": size, "architecture": "gpt", "layers": layers, "d_model": d_model}
+    return work.get("model", made)
+
+
 def _fits(part: ClaimPart, work: dict[str, Any], record: dict[str, Any]) -> bool:
-    model, size = work.get("model"), record["settings"]["size"]
-    if model is None and size in SIZES:  # a record of before the model's shape was written
-        model = {"architecture": "gpt", "layers": SIZES[size][0], "d_model": SIZES[size][1]}
-    shape = claim_data()["shapes"][part.architecture]
-    return (
-        model is not None
-        and (work["kind"], work["length"], model["architecture"])
-        == (part.kind, part.length, part.architecture)
-        and [model["layers"], model["d_model"]] == shape
-    )
+    model, shape = _model(work, record), data.claim_data()["shapes"][part.architecture]
+    found = (work["kind"], work["length"], model["architecture"], model["layers"], model["d_model"])
+    return found == (part.kind, part.length, part.architecture, *shape)
 
 
 def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, work: dict[str, Any]) -> Case:
@@ -86,7 +88,8 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         p = float(stats.ttest_1samp(logs, math.log1p(-threshold / 100)).pvalue) if interval else None
         return None if p is None or math.isnan(p) else p
 
+    model = _model(work, benchmark.record)["name"]
     return Case(
-        part_name, benchmark.name, benchmark.name, part_name, part, part.threshold("share"), n, "%", mean,
-        interval, test, what, problem,
+        part_name, model, benchmark.name, part_name, part, part.threshold("share"), n, "%", mean, interval,
+        test, what, problem,
     )  # fmt: skip

@@ -8,41 +8,15 @@ the parts of the claim that are missing or void, which leave it open.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from oelm.claims.cases import (
-    FEWEST_RATES,
-    Case,
-    Fitting,
-    Setting,
-    behind_sentences,
-    control_sentence,
-    describe_setting,
-    fitting_settings,
-    growth_sentence,
-    make_case,
-    rates_problem,
-)
-from oelm.claims.data import (
-    IN_PART,
-    NOT_DECIDED,
-    REFUTED,
-    SUPPORTED,
-    VERDICTS,
-    Claim,
-    Interval,
-    Sentence,
-    claim_data,
-    format_p,
-    format_problems,
-    join,
-    read_claims,
-    sentence,
-    with_unit,
-)
+from oelm.claims import data
+from oelm.claims.cases import FEWEST_RATES, Case, Fitting, Setting, fitting_settings, make_case, rates_problem
+from oelm.claims.data import IN_PART, NOT_DECIDED, REFUTED, SUPPORTED, Claim, Sentence, join, sentence
+from oelm.claims.remarks import behind_sentences, control_sentence, describe_setting, growth_sentence
 from oelm.claims.speed import Benchmark, speed_cases
 from oelm.study import statistics
 from oelm.study.decide import LEVEL, choice_noise, near_ties
@@ -59,7 +33,7 @@ class Finding:
     source: str  # the title of the study, or the name of the benchmark record
     verdict: str
     number: float | None
-    interval: Interval | None
+    interval: data.Interval | None
     n: int
     unit: str  # of number and interval: "points", "%" or "ratio"
     p: float | None
@@ -83,7 +57,7 @@ class Verdict:
     claim_zh: str
     verdict: str
     number: float | None = None
-    interval: Interval | None = None
+    interval: data.Interval | None = None
     n: int = 0
     why: str  # in a sentence or two
     why_zh: str
@@ -95,26 +69,23 @@ class Verdict:
 
 def judge(analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark] = ()) -> list[Verdict]:
     """A verdict on each claim, in order, from the records of all studies and benchmarks together."""
-    return [_judge(claim, analyses, benchmarks) for claim in read_claims()]
+    return [_judge(claim, analyses, benchmarks) for claim in data.read_claims()]
 
 
 def _judge(claim: Claim, analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark]) -> Verdict:
     if claim.rule == "speed":
         cases = speed_cases(claim, benchmarks)
-        return _threshold(claim, cases, Fitting()) if cases else _open(claim, [sentence("no_bench")])
+        return _threshold(claim, cases) if cases else _verdict(claim, NOT_DECIDED, [sentence("no_bench")])
     fitting = fitting_settings(claim, analyses)
     if not fitting.settings:
-        return _open(claim, [_missing(claim), *([sentence("apart")] if fitting.apart else [])])
+        key = "apart" if fitting.apart else "missing"
+        return _verdict(claim, NOT_DECIDED, [sentence(key, **claim.names)])
     if claim.rule == "rates":
         return _learning_rates(claim, fitting.settings)
     if claim.rule == "kinds":
         return _kinds(claim, fitting)
     cases = [make_case(claim, setting) for setting in fitting.settings]
     return _threshold(claim, cases, fitting, benchmarks)
-
-
-def _open(claim: Claim, sentences: Sequence[Sentence]) -> Verdict:
-    return _verdict(claim, NOT_DECIDED, sentences)
 
 
 def _verdict(
@@ -134,22 +105,13 @@ def _verdict(
     )  # fmt: skip
 
 
-def _missing(claim: Claim) -> Sentence:
-    names = ", ".join(claim.parts)
-    kind = "tasks_lm" if claim.kind == "lm" else "tasks_all" if "any" in names or not names else "tasks_named"
-    models = "_".join(("with", *claim.architectures)) if claim.architectures else "with_any"
-    tasks = sentence(kind, names=names)
-    return sentence("missing", **claim.names, tasks=tasks, architectures=sentence(models))
-
-
 def _threshold(
-    claim: Claim, cases: Sequence[Case], fitting: Fitting, benchmarks: Sequence[Benchmark] = ()
+    claim: Claim, cases: Sequence[Case], fitting: Fitting | None = None, benchmarks: Sequence[Benchmark] = ()
 ) -> Verdict:
-    named = [name for name in claim.parts if name != "any"]
-    there = {case.part_name for case in cases}
-    missing = list(dict.fromkeys([*(name for name in named if name not in there), *fitting.planned]))
+    there, fitting = {"any", *(case.part_name for case in cases)}, fitting or Fitting()
+    missing = list(dict.fromkeys([*(name for name in claim.parts if name not in there), *fitting.planned]))
     findings = _decide(claim, cases, len(missing))
-    verdict = _combine(_counting(findings), bool(missing), claim.one_refutes)
+    verdict = _combine({f.verdict for f in _counting(findings)}, bool(missing), claim.one_refutes)
     decisive = _decisive(findings, verdict)
     summary = _summary(findings) if len(findings) > 1 else []
     rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
@@ -169,10 +131,11 @@ def _threshold(
 def _summary(findings: Sequence[Finding]) -> list[Sentence]:
     """The settings of each verdict."""
     sentences = []
-    for outcome in VERDICTS:
-        if names := [finding.label for finding in findings if finding.verdict == outcome]:
-            name = tuple(claim_data()["verdicts"][outcome])
-            sentences.append(sentence("summary", verdict=name, settings=_names(names)))
+    for outcome in data.VERDICTS:
+        if counts := Counter(finding.label for finding in findings if finding.verdict == outcome):
+            names = ", ".join(f"{n} x {label}" if n > 1 else label for label, n in counts.items())
+            name = tuple(data.claim_data()["verdicts"][outcome])
+            sentences.append(sentence("summary", verdict=name, settings=names))
     return sentences
 
 
@@ -194,11 +157,12 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
             if case.part.control:
                 sentences.append(control_sentence(claim, case, verdict in (SUPPORTED, IN_PART)))
             sentences += [describe_setting(claim, case.setting), *behind_sentences(claim, case.setting)]
-        numbers = (case.mean, case.interval, case.n, case.unit)
-        place = (case.task, case.model, case.source)
         findings.append(
-            Finding(*place, verdict, *numbers, p, bool(case.problem), join(why), *join(sentences))
-        )
+            Finding(
+                case.task, case.model, case.source, verdict, case.mean, case.interval, case.n, case.unit, p,
+                bool(case.problem), join(why), *join(sentences),
+            )
+        )  # fmt: skip
     return findings
 
 
@@ -213,7 +177,7 @@ def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, li
     if case.mean is None or p is None or case.interval is None:
         return NOT_DECIDED, [sentence("constant")]
     part, published = case.part, case.part.published
-    values = {"threshold": case.show(case.threshold), "p": format_p(p), "share": 100 * (part.share or 0)}
+    values = {"threshold": case.show(case.threshold), "p": data.format_p(p), "share": 100 * (part.share or 0)}
     if part.within is not None:
         values["threshold"] = case.show(part.within)
     kind = "within" if part.within is not None else "share" if part.share is not None else "above"
@@ -233,17 +197,17 @@ def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, li
     return verdict, sentences
 
 
-def _counting(findings: Sequence[Finding]) -> list[str]:
-    """The verdicts that count: a setting without a conclusion leaves its task open only if all others of the
-    task have none either."""
-    usable = {finding.task for finding in findings if not finding.void}
-    return [finding.verdict for finding in findings if not finding.void or finding.task not in usable]
+def _counting(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that count: a setting without a conclusion leaves a task and model open only if no other setting
+    of these has one."""
+    usable = {finding.label for finding in findings if not finding.void}
+    return [finding for finding in findings if not finding.void or finding.label not in usable]
 
 
-def _combine(verdicts: Sequence[str], missing: bool, one_refutes: bool) -> str:
+def _combine(verdicts: set[str], missing: bool, one_refutes: bool) -> str:
     """Over all parts of a claim: alike, they decide it; a missing or undecided part leaves it open unless
     others disagree."""
-    seen = {*verdicts, *([NOT_DECIDED] if missing else [])}
+    seen = verdicts | ({NOT_DECIDED} if missing else set())
     if REFUTED in seen and one_refutes:
         return REFUTED
     if len(seen) == 1:
@@ -262,10 +226,6 @@ def _decisive(findings: Sequence[Finding], verdict: str) -> Finding:
     return (max if verdict == SUPPORTED else min)(alike, key=lambda f: 1.0 if f.p is None else f.p)
 
 
-def _names(labels: Iterable[str]) -> str:
-    return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in Counter(labels).items())
-
-
 def _frozen(claim: Claim, setting: Setting, verdict: str) -> tuple[str, list[Sentence]]:
     """The share of frozen parameters of C9; if it is not the published one, nothing is supported."""
     arm, published = setting.group.arms[claim.method], claim.frozen[setting.architecture]
@@ -282,7 +242,7 @@ def _frozen(claim: Claim, setting: Setting, verdict: str) -> tuple[str, list[Sen
 def _per_hour(verdict: str, benchmarks: Sequence[Benchmark]) -> tuple[str, Sentence]:
     """The verdict with C10's second half, from the language model's step in C2's benchmarks: without one, the
     claim can be refuted but not supported."""
-    (speed,) = (claim for claim in read_claims() if claim.rule == "speed")
+    (speed,) = (claim for claim in data.read_claims() if claim.rule == "speed")
     cases = [c for c in speed_cases(speed, benchmarks) if c.part.kind == "lm" and c.part.within is None]
     p_values = _corrected([case.p(0.0) for case in cases], 0)
     sure = bool(cases) and all(p is not None and p < LEVEL for p in p_values)
@@ -300,12 +260,12 @@ def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
     architectures, kinds = [a for a, _ in places], [k for _, k in places]
     if len(set(architectures)) == len(places) or len(set(kinds)) == len(places):
         seen = ", ".join(f"{a} {k}" for a, k in places) or "-"
-        return _open(claim, [sentence("kinds_missing", seen=seen)])
+        return _verdict(claim, NOT_DECIDED, [sentence("kinds_missing", seen=seen)])
     findings = _decide(claim, [make_case(claim, setting) for setting in known], len(fitting.planned))
     outcomes: dict[str, set[str]] = defaultdict(set)
-    usable = {finding.task for finding in findings if not finding.void}
+    counting = _counting(findings)
     for finding, setting in zip(findings, known, strict=True):
-        if not finding.void or finding.task not in usable:
+        if finding in counting:
             outcomes[setting.kind].add(finding.verdict)
     decided = {kind: verdicts - {NOT_DECIDED} for kind, verdicts in outcomes.items()}
     if any(len(verdicts) > 1 for verdicts in decided.values()):
@@ -318,9 +278,9 @@ def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
         verdict, key = SUPPORTED, "kinds_follow"
     texts = {SUPPORTED: "kinds_works", REFUTED: "kinds_fails", NOT_DECIDED: "kinds_open"}
     settings = join([sentence(texts[f.verdict], where=f.label) for f in findings], ("; ", "；"))
-    sentences = [sentence(key), sentence("kinds_list", **claim_data()["margins"], list=settings)]
+    sentences = [sentence(key), sentence("kinds_list", **data.claim_data()["margins"], list=settings)]
     sure = [f.n for f in findings if f.verdict != NOT_DECIDED]
-    numbers = {"number": float(len(sure)), "n": min(sure, default=0), "unit": "settings"}
+    numbers: dict[str, Any] = {"number": float(len(sure)), "n": min(sure, default=0), "unit": "settings"}
     return _verdict(claim, verdict, sentences, findings, **numbers)
 
 
@@ -330,10 +290,10 @@ def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
     findings = [_rates_finding(claim, setting) for setting in settings]
     ratios = [finding.number for finding in findings if finding.number is not None]
     tasks = {finding.task for finding in findings if finding.number is not None}
-    seen = set(_counting(findings))
+    seen = {finding.verdict for finding in _counting(findings)}
     verdict = NOT_DECIDED
     if len(tasks) >= claim.tasks:
-        verdict = IN_PART if {SUPPORTED, REFUTED} <= seen else seen.pop() if len(seen) == 1 else NOT_DECIDED
+        verdict = _combine(seen, False, False)
     number = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     few = [sentence("rates_few", n=claim.tasks, tasks=len(tasks))] if len(tasks) < claim.tasks else []
     summary = _summary(findings) if len(findings) > 1 else []
@@ -361,7 +321,11 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
         key = {SUPPORTED: "rates_higher", REFUTED: "rates_lower", NOT_DECIDED: "rates_open"}[verdict]
         ends = {"smallest": interval[0], "largest": interval[1], "least": claim.ratio[0]}
         why = sentence(key, **claim.names, number=number, **ends)
-        why = join([why, *_rates_cost(claim, group, arms)])
+        best, there = (arms[0].lr_scores.get(arm.lr) for arm in arms if arm.lr)
+        if best is not None and there is not None and number != 1:
+            unit = "points" if group.kind == "share" else "%"
+            lost = data.with_unit(group.points(best) - group.points(there), unit, False)
+            why = join([why, sentence("rates_cost", lost=lost, **claim.names)])
     trials = len({trial.seed for arm in arms for trial in arm.trials})
     reason = join([why, describe_setting(claim, setting)])
     place = (group.task, setting.model, setting.analysis.title)
@@ -390,22 +354,10 @@ def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -
     if len({trial.seed for trial in arms[0].trials}) < 2:
         return sentence("rates_one_run")
     if any(arm.unevaluated for arm in arms) or arms[0].lr_scores.keys() != arms[1].lr_scores.keys():
-        return format_problems([notice("problem.unequal_trials")])
+        return data.format_problems([notice("problem.unequal_trials")])
     step = max(high / low for low, high in pairwise(sorted(arms[0].lr_scores)))
     if step > claim.ratio[1]:
         return sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])
     lost = {a.method: [r.seed for r in a.trials if r.lr == a.lr and r.results.get("at_chance")] for a in arms}
     runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in lost.items() if seeds]
-    return format_problems([notice("problem.at_chance", runs=runs)]) if runs else None
-
-
-def _rates_cost(claim: Claim, group: Group, arms: Sequence[ArmResult]) -> list[Sentence]:
-    """What the method loses at the reference arm's learning rate."""
-    arm, other = arms[0], arms[1].lr
-    best, there = (arm.lr_scores.get(lr) if lr else None for lr in (arm.lr, other))
-    if best is None or there is None or arm.lr == other:
-        return []
-    lost = with_unit(
-        group.points(best) - group.points(there), "points" if group.kind == "share" else "%", False
-    )
-    return [sentence("rates_cost", lost=lost, **claim.names)]
+    return data.format_problems([notice("problem.at_chance", runs=runs)]) if runs else None

@@ -37,7 +37,7 @@ def claims(
     found = collect(paths)
     verdicts = judge(found.analyses, found.benchmarks)
     if as_json:
-        rules = {key: str(value) for key, value in claim_data()["rules"].items()}
+        rules = claim_data()["rules"] | {"date": claim_data()["rules"]["date"].isoformat()}
         answer = {"rules": rules, "runs": found.ages, "left_out": found.left_out}
         answer["studies"] = [analysis.title for analysis in found.analyses]
         answer["benchmarks"] = [benchmark.name for benchmark in found.benchmarks]
