@@ -43,15 +43,15 @@ def test_seeds_of_one_task_are_no_further_evidence():
     assert chosen(HIGH, HIGH, seeds=6).verdict == "not decided"
 
 
-def noisy(best: float, tie: float | None) -> list[Record]:
-    """Trials of oelm best at one rate, and as good at another but for noise; of baseline best at 1e-4."""
+def noisy(best: float, *ties: float) -> list[Record]:
+    """Trials of oelm best at one rate, and as good at others but for noise; of baseline best at 1e-4."""
     noise = (0.004, -0.004, 0.001)
 
     def score(method: str, lr: float, k: int) -> float:
         top = best if method == "oelm" else 1e-4
         if lr == top:
             return 0.8 + noise[k]
-        return 0.799 - noise[k] if method == "oelm" and lr == tie else 0.6 + 0.0001 * k
+        return 0.799 - noise[k] if method == "oelm" and lr in ties else 0.6 + 0.0001 * k
 
     return [
         run(method, 1001 + k, None, lr=lr, task=task, validation=score(method, lr, k))
@@ -64,11 +64,13 @@ def noisy(best: float, tie: float | None) -> list[Record]:
 
 def test_near_ties_leave_a_ratio_open():
     """The best rate of oelm is three times higher by the mean, and any of two by the noise."""
-    clear = verdicts([analyse_records(noisy(3e-4, None), rates_study(3))])["C8"]
+    clear = verdicts([analyse_records(noisy(3e-4), rates_study(3))])["C8"]
     assert clear.verdict == "supported"
     tied = verdicts([analyse_records(noisy(3e-4, 1e-4), rates_study(3))])["C8"]
     assert tied.verdict == "not decided" and "near-ties allow 1 to 3" in tied.why
     assert tied.details[0].interval == pytest.approx((1, 3))
+    more = verdicts([analyse_records(noisy(3e-4, 1e-4, 1e-3), rates_study(3))])["C8"]
+    assert more.details[0].interval == pytest.approx((1, 10))  # all of them, not only those measured
 
 
 def test_says_what_the_method_loses_at_the_references_rate():
