@@ -17,7 +17,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 from typer.testing import CliRunner
 
 from oelm.bench import cases
@@ -80,6 +85,7 @@ def test_every_work_is_in_the_record_with_all_that_is_promised(
         }.get(case["work"])
         names = {arm["name"] for arm in case["arms"]}
         assert wanted is None or names == wanted
+        assert case["model"] == {"name": "gpt-tiny", "architecture": "gpt", "layers": 2, "d_model": 128}
         assert case["matmul"]["operations_per_s"] > 0
         for arm in case["arms"]:
             assert arm["failed"] is None, arm
@@ -87,6 +93,26 @@ def test_every_work_is_in_the_record_with_all_that_is_promised(
             assert min(arm[key] for key in ("texts_per_s", "tokens_per_s", "step_s", "share_of_peak")) > 0
             assert arm["gradients_bytes"] > 0 and arm["optimizer_bytes"] == 2 * arm["gradients_bytes"]
             assert arm["peak_memory_bytes"] is None  # not separable on a CPU
+
+
+def test_freezing_is_measured_in_both_kinds_of_work_and_in_other_models(
+    done: tuple[dict[str, Any], str, Path], tmp_path: Path
+) -> None:
+    kinds = {case["name"]: case["kind"] for case in done[0]["cases"] if case["work"] == "freezing"}
+    expected = {"classifier, T=16": "classification", "classifier, T=64": "classification"}
+    assert kinds == expected | {"language model, T=16": "lm"}
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForSequenceClassification(BertConfig(vocab_size=300, **shape)).save_pretrained(tmp_path / "bert")
+    made = tmp_path / "b.json"
+    result = bench(
+        *TINY, "--size", str(tmp_path / "bert"), "--work", "freezing", "--json", str(made)
+    )  # the last --size counts
+    assert result.exit_code == 0, result.output
+    for case in json.loads(made.read_text())["cases"]:
+        assert case["model"] == {"name": "bert", "architecture": "bert", "layers": 2, "d_model": 32}
+        assert [arm["name"] for arm in case["arms"]] == ["baseline", "oelm"]
+        assert [arm["failed"] for arm in case["arms"]] == [None, None]
+        assert "language" not in case["name"]
 
 
 def test_medians_and_ratios_follow_from_the_windows(done: tuple[dict[str, Any], str, Path]) -> None:
@@ -172,6 +198,11 @@ def test_prepared_data_is_what_is_trained_on(tmp_path: Path) -> None:
         (["--work", "sleep"], "no such work"),
         (["--leave-out", "nanoGPT"], "no such arm"),
         (["--tokens-per-step", "8"], "is less than one text of --max-length 16"),
+        (["--size", "nowhere"], "other models take --work freezing"),
+        (
+            ["--size", "nowhere", "--work", "freezing"],
+            "neither a size of the reference GPT nor a model's folder",
+        ),
         (["--chart", "x.png"], "SVG"),
         (["--json", "nowhere/b.json"], "no folder nowhere"),
         (["--data", "nowhere"], "nowhere is not a prepared data set"),

@@ -2,14 +2,19 @@
 
 import re
 import string
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from oelm.claims import cases as claim_cases
 from oelm.claims import data as claim_data
+from oelm.claims import remarks as claim_remarks
+from oelm.claims import speed as claim_speed
 from oelm.claims import verdicts as claims
+from oelm.cli import claims as claims_command
 from oelm.study.catalogue import get_experiment
+from oelm.study.design import shipped_studies
 from tests.claims.claim_records import MEDIUM, QK
 
 
@@ -29,6 +34,9 @@ def test_the_published_figures_are_those_of_the_reports():
         assert {task: part.published for task, part in known[id].parts.items()} == parts
     every = [part for claim in known.values() for part in claim.parts.values()]
     assert {part.share for part in every if part.measure in ("points", "saving")} == {0.5}
+    speeds = {"classifier": 3.6, "bert": 57.0, "medium-512": 29.0, "gpt-01-07": 0.0}
+    assert {name: part.published for name, part in known["C2"].parts.items()} == speeds
+    assert claim_data.claim_data()["margins"] == {"share": 1.0, "perplexity": 5.0}
     assert {part.above for part in every if part.measure == "increase"} == {5.0}
     assert all(part.above == part.published for part in every if part.measure == "kept")
     assert all(part.at_margin for part in every if part.measure == "difference")
@@ -48,6 +56,10 @@ def test_the_published_figures_follow_from_the_experiments():
             if not part.experiments:
                 continue
             ours, theirs = part.experiments
+            if claim.rule == "speed":
+                times = [get_experiment(id).published["time_s"] for id in part.experiments]
+                assert part.published == pytest.approx(100 * (1 - times[0] / times[1]), abs=0.3)
+                continue
             if task != "any":
                 assert {get_experiment(id).config["task"]["name"] for id in part.experiments} == {task}
             if part.measure in ("points", "kept"):
@@ -74,10 +86,29 @@ def test_every_sentence_says_the_same_in_both_languages():
             names = [{name for _, name, _, _ in string.Formatter().parse(text) if name}
                      for text in (english, chinese)]  # fmt: skip
             assert names[0] == names[1], (group, key)
-    assert set(data["verdicts"]) == {"supported", "refuted", "not decided"}
-    source = "".join(Path(str(m.__file__)).read_text() for m in (claims, claim_cases))
+    assert set(data["verdicts"]) == {"supported", "refuted", "in part", "not decided"}
+    modules = (claims, claim_cases, claim_remarks, claim_speed, claims_command)
+    source = "".join(Path(str(m.__file__)).read_text() for m in modules)
     used = set(re.findall(r'"(\w+)"', source)) | {f"published_{w}" for w in ("inside", "above", "below")}
-    used |= {"with_gpt", "with_bert", "with_gpt_bert"} | {
-        part.measure for claim in claim_data.read_claims() for part in claim.parts.values()
-    }
+    verdicts, kinds = ("supported", "refuted", "open"), ("above", "share", "within")
+    used |= {f"{verdict}_{kind}" for verdict in verdicts for kind in kinds} | {"n_seeds", "n_rounds"}
+    used |= {part.measure for claim in claim_data.read_claims() for part in claim.parts.values()}
     assert data["words"].keys() <= used
+
+
+def test_what_decides_a_claim_is_shipped():
+    """Every study that a reason asks for exists, and the claims' methods and tasks are in it."""
+    for claim in claim_data.read_claims():
+        studies = re.findall(r"fair-\w+", claim.run)
+        assert set(studies) <= shipped_studies().keys() and (studies or claim.rule == "speed")
+        plans = [tomllib.loads(shipped_studies()[name].read_text())["study"] for name in studies]
+        for plan in plans:
+            assert {claim.method, claim.reference_arm} <= set(plan["methods"])
+        tasks = {task for plan in plans for task in plan["tasks"]}
+        if claim.rule != "speed":
+            assert {name for name in claim.parts if name != "any"} <= tasks and len(tasks) >= claim.tasks
+
+
+def test_the_rules_have_a_date_and_a_version():
+    rules = claim_data.claim_data()["rules"]
+    assert rules["date"].tzinfo is not None and rules["version"] >= 2

@@ -184,7 +184,7 @@ def test_status_and_report_of_runs(world: Path, tmp_path: Path, file: str, kind:
     analysis = analyse(root)
     assert [record.folder.name for group in analysis.groups for record in group.records] != []
     as_plain(analysis)
-    judge(analysis)
+    judge([analysis])
     assert contents(root, but=damaged / file) == before
 
 
@@ -225,7 +225,7 @@ def test_records_whose_values_are_wrong(world: Path, tmp_path: Path, file: str, 
         used = {record.folder for group in analysis.groups for record in group.records}
         assert len(used) + lost + analysis.unused + analysis.copies == 16, place
         assert all(str(victim) in str(problem) for problem in analysis.damaged), place
-        judge(analysis)
+        judge([analysis])
         as_plain(analysis)
         summary(analysis)
         run_status(victim.parent)

@@ -550,7 +550,7 @@ def test_the_command_writes_prints_and_answers_in_json(study):
     assert values["comparisons"][0]["overall"]["mean"] == found.mean
     assert {"low", "high", "p", "df", "share_items"} <= values["comparisons"][0]["overall"].keys()
     assert values["settings"][0]["arms"][1]["test"] == analysis.groups[0].arms["oelm"].values
-    assert [claim["id"] for claim in values["claims"]] == [f"C{i}" for i in range(1, 11)]
+    assert [claim["id"] for claim in values["claims"]] == ["C1", "C8", "C9"]  # what the study is about
     assert {warning["kind"] for warning in values["warnings"]} >= {"trivial", "run"}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,12 +14,14 @@ from oelm.bench.load import (
     made_lengths,
     made_stream,
     made_texts,
+    other_model,
     sample_stream,
     sample_texts,
 )
 from oelm.bench.measure import Arm
 from oelm.data import Store, open_store
 from oelm.errors import UserError
+from oelm.models.gpt_sizes import PRESETS, size_name
 
 WORKS = ("classification", "lm", "freezing")
 METHODS = ("baseline", "oelm", "oelm-value-only")
@@ -51,6 +54,13 @@ class Settings:
             raise UserError(
                 f"--work {','.join(self.work)}: no such work; there are {', '.join(WORKS)} and all"
             )
+        if size_name(self.size) not in PRESETS and self.work != ("freezing",):
+            raise UserError(
+                f"--size {self.size}: peers are of the reference GPT's sizes ({', '.join(PRESETS)}); "
+                "other models take --work freezing"
+            )
+        if size_name(self.size) not in PRESETS and not Path(self.size, "config.json").is_file():
+            raise UserError(f"--size {self.size} is neither a size of the reference GPT nor a model's folder")
         for name in self.leave_out:
             if name not in ARMS:
                 raise UserError(f"--leave-out {name}: no such arm; there are {', '.join(ARMS)}")
@@ -101,13 +111,19 @@ def _language(settings: Settings, stores: list[Store]) -> Data:
 
 
 def _freezing(settings: Settings, stores: list[Store]) -> Data:
-    """Texts that are all of full length, and of four times that."""
-    vocab_size = stores[0].vocab_size if stores else settings.vocab_size
+    """Texts that are all of full length, and of four times that; with a GPT, a language model too."""
+    other = other_model(settings.size)
+    vocab_size = stores[0].vocab_size if stores else other.vocab_size if other else settings.vocab_size
     for length in (settings.max_length, 4 * settings.max_length):
         if batch := settings.tokens_per_step // length:
             lengths = [length] * (max(1, settings.steps // FEWER) * batch)
             store = made_texts("made-full", lengths, vocab_size, length)
             yield f"classifier, T={length}", store, batch, length
+    if other is None:
+        length = settings.max_length
+        batch = settings.tokens_per_step // length
+        tokens = max(1, settings.steps // FEWER) * batch * length
+        yield f"language model, T={length}", made_stream(tokens, vocab_size, length), batch, length
 
 
 _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
@@ -121,7 +137,8 @@ def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
     """Arms that do the same work on the same texts. The first one is held against each of the others."""
     arms: dict[str, Maker]
     if case.work == "freezing":
-        arms = {method: partial(Ours, case, method) for method in METHODS}
+        methods = METHODS if case.model["architecture"] == "gpt" else METHODS[:2]  # one is for our GPT alone
+        arms = {method: partial(Ours, case, method) for method in methods}
     elif case.work == "classification":
         # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
         steps = max(1, len(case.store["train"]) // FEWER // case.batch_size)

@@ -13,6 +13,7 @@ from oelm.data import Split, Store
 from oelm.data.batches import ranges
 from oelm.data.shuffle import permutation
 from oelm.models.gpt_config import OelmGPTConfig, gpt_config
+from oelm.models.gpt_sizes import PRESETS, size_name
 
 Array = np.ndarray
 
@@ -36,10 +37,33 @@ class Case:
 
     @cached_property
     def config(self) -> OelmGPTConfig:
-        """The size of every arm: what `oelm train` would build for this store."""
+        """The size of every arm: what `oelm train` would build for this store; of another model, a GPT with
+        as many weights in its blocks."""
         fields: dict[str, Any] = {"num_labels": len(self.store.label_names)} if self.store.label_names else {}
+        fields["vocab_size"] = self.store.vocab_size
+        if (other := other_model(self.size)) is not None:
+            fields |= {"d_model": other.hidden_size, "num_layers": other.num_hidden_layers}
+            fields["d_ff"] = getattr(other, "intermediate_size", 4 * other.hidden_size)
+            return OelmGPTConfig(num_heads=other.num_attention_heads, **fields)
         fields["max_position_embeddings"] = max(gpt_config(self.size).max_position_embeddings, self.length)
-        return gpt_config(self.size, vocab_size=self.store.vocab_size, **fields)
+        return gpt_config(self.size, **fields)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What is trained, as a record says it."""
+        other, config = other_model(self.size), self.config
+        architecture = "gpt" if other is None else other.model_type
+        shape = {"layers": config.num_layers, "d_model": config.d_model}
+        return {"name": Path(self.size).name, "architecture": architecture, **shape}
+
+
+def other_model(size: str) -> Any:
+    """The config of a model that is no reference GPT; None for one that is."""
+    if size_name(size) in PRESETS:
+        return None
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(size)
 
 
 @dataclass(frozen=True)

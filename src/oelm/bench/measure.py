@@ -135,13 +135,16 @@ def square_product(device: torch.device) -> Product:
     return Product(f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}", [(a, b)], steps)
 
 
-def omitted_product(device: torch.device, layers: int, d_model: int, tokens: int) -> Product:
-    """What freezing Q and K leaves out of a classifier's step: the products that give their weights'
-    gradients. The last block has queries for the pooled tokens alone, so it is K's there."""
+def omitted_product(
+    device: torch.device, layers: int, d_model: int, tokens: int, pooled: bool = True
+) -> Product:
+    """What freezing Q and K leaves out of a step: the products that give their weights' gradients. In a
+    classifier of ours (`pooled`) the last block has queries for the pooled tokens alone, so it is K's there.
+    """
     dtype, steps = (torch.bfloat16, 20) if device.type == "cuda" else (torch.float32, 3)
     # Factors of their own for each layer: a product that finds them in a cache is not the one in a step.
     factors = []
-    for width in [2 * d_model] * (layers - 1) + [d_model]:
+    for width in [2 * d_model] * (layers - 1) + [d_model if pooled else 2 * d_model]:
         grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, d_model))
         factors.append((grad.t(), x))
     return Product("the gradients of Q's and K's weights", factors, steps)

@@ -63,7 +63,8 @@ def run_bench(
         products: dict[str, Maker] = {PEAK: partial(square_product, device)}
         if case.work == "freezing":
             sizes = case.config.num_layers, case.config.d_model, case.batch_size * case.length
-            products[OMITTED] = partial(omitted_product, device, *sizes)
+            pooled = case.store.kind == "classification" and case.model["architecture"] == "gpt"
+            products[OMITTED] = partial(omitted_product, device, *sizes, pooled=pooled)
         found = measure(products | arms, settings.rounds, device, time_left, say)
         cases.append(case_record(case, list(arms), found))
         torch.compiler.reset()
@@ -84,6 +85,7 @@ def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -
         "work": case.work,
         "name": case.name,
         "kind": case.store.kind,
+        "model": case.model,
         "batch_size": case.batch_size,
         "length": case.length,
         "data": case.store.fingerprint,

@@ -2,154 +2,203 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from oelm.claims.data import (
-    Claim,
-    ClaimPart,
-    Interval,
-    Sentence,
-    claim_data,
-    fill,
-    format_number,
-    format_p,
-    format_problems,
-    join,
-    sentence,
-    with_unit,
-)
+from oelm.claims import data
+from oelm.claims.data import Claim, ClaimPart, Interval, Sentence, join, sentence
 from oelm.config import SUFFIXES
+from oelm.data.catalogue import TASKS
 from oelm.models.gpt_sizes import PRESETS
-from oelm.study import statistics
 from oelm.study.analysis import find_problems, pair_runs, table_of
-from oelm.study.decide import LEVEL, Combined, combine
-from oelm.study.design import StudyConfig
+from oelm.study.decide import LEVEL, combine
 from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
-from oelm.study.two_way import Array, overall
+from oelm.study.two_way import overall
+
+FEWEST_RATES = 3  # learning rates that an arm chose from
 
 
-def architecture(group: Group) -> str:
-    """ "gpt" for the reference GPT; else the model's family, such as "bert"."""
-    if group.model in PRESETS:
-        return "gpt"
-    for record in group.records:
-        if family := record.results.get("architecture"):
-            return "gpt" if family == "oelm-gpt" else str(family)
-        if roots := record.parameter_roots:
-            return roots.most_common(1)[0][0]
-    return model_name(group).partition("-")[0]
+@dataclass(frozen=True)
+class Setting:
+    """A setting and the study it belongs to: problems and corrections are the study's own."""
+
+    analysis: Analysis
+    group: Group
+
+    @property
+    def architecture(self) -> str:
+        """ "gpt" for the reference GPT; else the model's family, such as "bert"."""
+        if self.group.model in PRESETS:
+            return "gpt"
+        for record in self.group.records:
+            if family := record.results.get("architecture"):
+                return "gpt" if family == "oelm-gpt" else str(family)
+            if roots := record.parameter_roots:
+                return roots.most_common(1)[0][0]
+        return self.model.partition("-")[0]
+
+    @property
+    def kind(self) -> str:
+        """Of its task: "lm", "classification", or another by its metric."""
+        if self.group.metric == "perplexity":
+            return "lm"
+        return "classification" if self.group.metric in ("accuracy", "f1_macro") else self.group.metric
+
+    @property
+    def model(self) -> str:
+        return Path(self.group.model).name  # a folder without its path
+
+    @property
+    def published_size(self) -> str | None:
+        """The model of this architecture that the reports used."""
+        sizes: dict[str, str] = data.claim_data()["sizes"]
+        return sizes.get(self.architecture)
+
+    def part_of(self, claim: Claim) -> str | None:
+        """The name of the claim's part that this setting belongs to, if any."""
+        sources = [record.config.task.data or "" for record in self.group.records]
+        own_file = all(Path(source).suffix.lower() in SUFFIXES for source in sources)  # imdb.csv is not imdb
+        names = ("any",) if own_file else (self.group.task, "any")
+        return next((name for name in names if name in claim.parts), None)
+
+    def arms_of(self, claim: Claim) -> tuple[ArmResult, ArmResult]:
+        """The arm of the claim's method and its reference arm."""
+        return self.group.arms[claim.method], self.group.arms[claim.reference_arm]
 
 
-def task_kind(group: Group) -> str:
-    if group.metric == "perplexity":
-        return "lm"
-    return "classification" if group.metric in ("accuracy", "f1_macro") else group.metric
+@dataclass(frozen=True)
+class Fitting:
+    """The settings a claim is judged on, in a fixed order, and what there is besides."""
+
+    settings: Sequence[Setting] = ()
+    left_out: Sequence[Setting] = ()  # models of other sizes than the published one
+    apart: bool = False  # both methods were run, but in no setting together
+    planned: Sequence[str] = ()  # tasks that a study planned for both methods and has no runs of
 
 
-def model_name(group: Group) -> str:
-    return Path(group.model).name  # a folder without its path
-
-
-def part_of(claim: Claim, group: Group) -> ClaimPart | None:
-    """What the claim measures in this setting, if anything."""
-    sources = [record.config.task.data or "" for record in group.records]
-    own_file = all(Path(data).suffix.lower() in SUFFIXES for data in sources)  # imdb.csv is not imdb
-    any_task = claim.parts.get("any")
-    return any_task if own_file else claim.parts.get(group.task, any_task)
-
-
-def arms_of(claim: Claim, group: Group) -> tuple[ArmResult, ArmResult]:
-    """The arm of the claim's method and its reference arm."""
-    return group.arms[claim.method], group.arms[claim.reference_arm]
-
-
-def fitting_groups(claim: Claim, analysis: Analysis) -> tuple[list[Group], list[Group], bool]:
-    """The settings a claim is judged on, in a fixed order; those left out because of their model's size; and
-    whether both methods were run, but in no setting together."""
+def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
+    every = [Setting(analysis, group) for analysis in analyses for group in analysis.groups if group.records]
     alike = [
-        group
-        for group in analysis.groups
-        if group.records  # or every run failed
-        and claim.kind in (None, task_kind(group))
-        and (not claim.architectures or architecture(group) in claim.architectures)
-        and (not claim.parts or part_of(claim, group))
+        setting
+        for setting in every
+        if claim.kind in (None, setting.kind)
+        and (not claim.architectures or setting.architecture in claim.architectures)
+        and (not claim.parts or setting.part_of(claim))
     ]
     both = {claim.method, claim.reference_arm}
-    groups = [group for group in alike if both <= group.arms.keys()]
-    apart = not groups and both <= {method for group in alike for method in group.arms}
+    settings = [s for s in alike if both <= s.group.arms.keys()]
+    apart = not settings and both <= {method for s in alike for method in s.group.arms}
     places = {task: place for place, task in enumerate(claim.parts)}
-    groups.sort(key=lambda g: (places.get(g.task, len(places)), g.task, model_name(g), g.setting))
-    published = [g for g in groups if model_name(g) == published_size(g) and not claim.any_size]
-    return published or groups, [g for g in groups if published and g not in published], apart
+    settings.sort(
+        key=lambda s: (places.get(s.group.task, len(places)), s.group.task, s.model, s.group.setting,
+                       s.analysis.title)
+    )  # fmt: skip
+    published = [s for s in settings if s.model == s.published_size and not claim.any_size]
+    judged = published or settings
+    planned = {task for setting in judged for task in _planned(claim, setting)}
+    return Fitting(judged, [s for s in settings if s not in judged], apart, sorted(planned))
 
 
-def published_size(group: Group) -> str | None:
-    """The model of this architecture that the reports used."""
-    sizes: dict[str, str] = claim_data()["sizes"]
-    return sizes.get(architecture(group))
+def _planned(claim: Claim, setting: Setting) -> list[str]:
+    """Tasks that the setting's study planned for both methods, that the claim is about, without such runs."""
+    study, both = setting.analysis.study, {claim.method, claim.reference_arm}
+    there = {group.task for group in setting.analysis.groups if both <= group.arms.keys()}
+    return [
+        task
+        for task in (study.table.tasks if study else ())
+        if task not in there
+        and {task, "any"} & claim.parts.keys()
+        and claim.kind in (None, TASKS[task].kind if task in TASKS else None)
+    ]
 
 
-def describe_setting(claim: Claim, group: Group) -> Sentence:
-    """The setting as a sentence: task, model, recipe and learning rates."""
-    arm, reference = arms_of(claim, group)
-    if arm.chosen and reference.chosen:
-        key = "rates_chosen"
-    else:
-        key = "rates_same" if arm.lr and arm.lr == reference.lr else "rates_unclear"
-    rates = sentence(key, **claim.names, lr=arm.lr, reference_lr=reference.lr)
-    model, size = model_name(group), published_size(group)
-    known = sentence("published_size" if model == size else "other_size", model=model, published=size)
-    recipe = _recipe(group)
-    return sentence("where", task=group.task, model=known if size else model, recipe=recipe, rates=rates)
+def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
+    """Why the learning rates of these arms decide nothing: not chosen from enough, or best at an edge."""
+    matrix = setting.group.matrix
+    if matrix is None or not all(arm.chosen and len(arm.lr_scores) >= FEWEST_RATES for arm in arms):
+        return sentence("untuned", fewest=FEWEST_RATES)
+    edge = [arm.method for arm in reversed(arms) if arm.method in matrix.at_edge]
+    return sentence("edge", methods=" and ".join(edge)) if edge else None
 
 
-def _recipe(group: Group) -> Sentence:
-    record = group.records[0]
-    training, model = record.config.training, asdict(record.config.model)
-    values = {"epochs": training.epochs, "steps": training.steps}
-    values["samples"] = record.results.get("samples")  # the data may be a part of the original
-    values |= {"batch": training.batch_size, "batch_tokens": training.batch_tokens}
-    values["length"] = record.config.task.max_length
-    texts = [sentence(key, value=value) for key, value in values.items() if value]
-    plain = [training.schedule, group.precision]
-    plain += [f"{key} {value}" for key, value in model.items() if key != "name" and value is not None]
-    return join([*texts, *((text, text) for text in plain)], (", ", "，"))
+@dataclass(frozen=True)
+class Case:
+    """What was measured in one setting or benchmark, before anything is decided."""
+
+    task: str
+    model: str
+    source: str  # the title of the study, or the name of the benchmark record
+    part_name: str
+    part: ClaimPart
+    threshold: float
+    n: int
+    unit: str
+    mean: float | None
+    interval: Interval | None  # 95 %; over seeds and test items, for all near-tied learning rates
+    test: Callable[[float], float | None]  # p of "the mean is this", two-sided
+    what: Sentence  # the measured number with its interval
+    problem: Sentence | None  # why no conclusion may be drawn
+    collapsed: bool = False
+    scores: tuple[tuple[float, float], ...] = ()  # of the method and of the reference arm, by seed
+    setting: Setting | None = None
+
+    def p(self, threshold: float) -> float | None:
+        return None if self.problem or self.mean is None else self.test(threshold)
+
+    def decisive_p(self) -> float | None:
+        """Of the threshold; of an equivalence, the larger one of its two bounds while the mean is inside."""
+        margin, mean = self.part.within, self.mean or 0.0
+        if margin is None:
+            return self.p(self.threshold)
+        ends = (-margin, margin) if abs(mean) < margin else (math.copysign(margin, mean),)
+        found = [p for end in ends if (p := self.p(end)) is not None]
+        return max(found) if len(found) == len(ends) else None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the mean is on the claim's side."""
+        assert self.mean is not None
+        within = self.part.within
+        return self.mean > self.threshold if within is None else abs(self.mean) < within
+
+    def show(self, value: float) -> Sentence:
+        return data.with_unit(value, self.unit, self.part.measure != "kept")
 
 
-def notes(claim: Claim, group: Group) -> list[Sentence]:
-    """What a reader should know besides the verdict: a best learning rate at the edge of the grid, a trivial
-    baseline that is better."""
-    sentences = []
-    for arm in reversed(arms_of(claim, group)):
-        if arm.chosen and group.matrix and arm.lr in (group.matrix.grid[0], group.matrix.grid[-1]):
-            sentences.append(sentence("edge", method=arm.method))
-        for name in group.behind(arm):
-            score, baseline = fmean(arm.values), group.trivial_baselines[name][group.metric]
-            values = {"method": arm.method, "score": f"{score:.4g}", "baseline": f"{baseline:.4g}"}
-            sentences.append(sentence("behind", name=name, **values))
-    return sentences
+def describe_number(
+    part: ClaimPart, unit: str, mean: float, interval: Interval | None, n: int, counted: str = "seeds"
+) -> dict[str, Sentence]:
+    """The number and its interval, for the sentence of a measure."""
+    signed = part.measure != "kept"
+    count = sentence(f"n_{counted}", n=n)
+    text = sentence("no_interval", count=count)
+    if interval is not None:
+        low, high = data.format_number(interval[0], unit, signed), data.with_unit(interval[1], unit, signed)
+        text = sentence("interval", low=low, high=high, count=count)
+    return {"number": data.with_unit(mean, unit, signed), "interval": text}
 
 
-def _scale(measure: str, case: "ClaimCase") -> tuple[Callable[[float], float], Callable[[float], float]]:
+Scale = tuple[Callable[[float], float], Callable[[float], float]]
+
+
+def _scale(measure: str, group: Group, arms: Sequence[ArmResult], accuracy: float) -> Scale:
     """From a difference in points (of a perplexity: 100 times its logarithm) to the measure, and back."""
-    sign, shift = -1.0 if measure == "increase" else 1.0, 0.0
-    if measure in ("points", "difference"):
+    if measure == "points" or (measure == "difference" and group.kind == "share"):
         return (lambda points: points), (lambda value: value)
     if measure == "kept":  # the reference arm's accuracy counts as known: its error moves this by little
-        accuracy = fmean(reference for _, reference in case.scores)
         return (lambda points: 100 + points / accuracy), (lambda value: (value - 100) * accuracy)
+    # Per cent of a perplexity: of the reference arm's, positive is worse ("increase") or better
+    # ("difference"); of the method's, positive is better ("saving").
+    inner, outer = {"increase": (-1, 1), "difference": (-1, -1)}.get(measure, (1, 1))
+    shift = 0.0
     if measure == "saving_per_parameter":
-        arms = (case.group.arms[name] for name in (case.method, case.reference_arm))
         ours, theirs = (arm.records[0].results["parameters"]["trainable"] for arm in arms)
         shift = 100 * math.log(ours / theirs)
     return (
-        lambda points: 100 * (math.exp((sign * points + shift) / 100) - 1),
-        lambda value: sign * (100 * math.log(1 + value / 100) - shift),
+        lambda points: outer * 100 * math.expm1((inner * points + shift) / 100),
+        lambda value: inner * (100 * math.log1p(outer * value / 100) - shift),
     )
 
 
@@ -160,129 +209,52 @@ def _score(measure: str, record: Record) -> float:
     return record.test
 
 
-@dataclass(frozen=True)
-class ClaimCase:
-    """One setting with its measurements, before anything is decided."""
-
-    group: Group
-    part: ClaimPart
-    method: str
-    reference_arm: str
-    scores: tuple[tuple[float, float], ...]  # of the method and of the reference arm, by seed
-    tables: tuple[tuple[Array, Array], ...]  # of each combination of near-tied learning rates: `table_of`
-    problems: tuple[str, ...]
-    comparisons: int  # of the study
-    above: float
-    below: float
-
-    @property
-    def unit(self) -> str:
-        points = ("points", "difference") if self.group.kind == "share" else ("points",)
-        return "points" if self.part.measure in points else "%"
-
-    @cached_property
-    def _combined(self) -> Combined | None:
-        return combine([overall(*table) for table in self.tables], 1.0) if self.tables else None
-
-    @property
-    def mean(self) -> float | None:
-        return _scale(self.part.measure, self)[0](self._combined.mean) if self._combined else None
-
-    @property
-    def interval(self) -> Interval | None:
-        """Over seeds and test items, for all near-tied learning rates."""
-        found = self._combined
-        if found is None or found.low is None or found.high is None:
-            return None
-        low, high = sorted(map(_scale(self.part.measure, self)[0], (found.low, found.high)))
-        return low, high
-
-    def explain_problems(self) -> Sentence:
-        arms = {name: self.group.arms[name] for name in (self.reference_arm, self.method)}
-        return format_problems(explain_problems(self.problems, arms, len(self.scores), self.comparisons))
-
-    def p(self, threshold: float) -> float | None:
-        """Of "the mean is the threshold", two-sided; None if no conclusion may be drawn."""
-        if self.problems or not self.tables:
-            return None
-        points = _scale(self.part.measure, self)[1](threshold)
-        return combine([overall(table - points, sizes) for table, sizes in self.tables], 1.0).p
-
-    def show(self, value: float) -> Sentence:
-        return with_unit(value, self.unit, self.part.measure != "kept")
-
-    def describe(self) -> Sentence:
-        """The measured number with its interval, as a sentence."""
-        if self.mean is None:
-            return sentence("nothing")
-        interval = sentence("no_interval", n=len(self.scores))
-        if self.interval is not None:
-            low = format_number(self.interval[0], self.unit, self.part.measure != "kept")
-            interval = sentence("interval", low=low, high=self.show(self.interval[1]), n=len(self.scores))
-        score, reference = (f"{fmean(column):.4g}" for column in zip(*self.scores, strict=True))
-        values = {"score": score, "reference_score": reference, "number": self.show(self.mean)}
-        names = {"method": self.method, "reference_arm": self.reference_arm}
-        return sentence(self.part.measure, **names, **values, interval=interval)
-
-
-def margin_of(analysis: Analysis) -> float:
-    """The largest difference that does not matter, as the study stated it beforehand."""
-    return analysis.study.table.margin if analysis.study else StudyConfig.margin
-
-
-def make_case(claim: Claim, group: Group, analysis: Analysis, reference_arm: str | None = None) -> ClaimCase:
-    """A setting that fits the claim; `reference_arm` replaces the claim's own."""
-    part, name = part_of(claim, group), reference_arm or claim.reference_arm
-    assert part is not None  # or the group would not fit
-    arm, reference = group.arms[claim.method], group.arms[name]
-    scores = tuple(
-        (_score(part.measure, a), _score(part.measure, b))
-        for a, b in pair_runs(arm.records, reference.records)
-    )
-    ties = [(a, b) for a in arm.by_lr for b in reference.by_lr]
+def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Case:
+    """A setting that fits the claim. A control replaces the reference arm, and is compared with the method
+    for equivalence."""
+    group, analysis, name = setting.group, setting.analysis, control or claim.reference_arm
+    part_name = setting.part_of(claim)
+    assert part_name is not None  # or the setting would not fit
+    part, arms = claim.parts[part_name], (group.arms[claim.method], group.arms[name])
+    if control:
+        part = replace(part, within=part.control_margin)
+    pairs = pair_runs(*(arm.records for arm in arms))
+    scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pairs)
+    ties = [(a, b) for a in arms[0].by_lr for b in arms[1].by_lr]
     tables = [table for a, b in ties if (table := table_of(group, pair_runs(a, b))) is not None]
-    comparisons = len(analysis.comparisons)
-    problems = find_problems(arm, reference, analysis.study, comparisons)
+    codes = find_problems(*arms, analysis.study, len(analysis.comparisons))
     if scores and len(tables) < len(ties):
-        problems, tables = (*problems, "no_items"), []
-    thresholds = part.thresholds(margin_of(analysis))
-    return ClaimCase(
-        group, part, claim.method, name, scores, tuple(tables), problems, comparisons, *thresholds
+        codes, tables = (*codes, "no_items"), []
+    names = {arm.method: arm for arm in reversed(arms)}
+    problems = [data.format_problems(explain_problems(codes, names, len(scores), len(analysis.comparisons)))]
+    if not {"unevaluated", "other_rates"} & set(codes):  # these say it already
+        problems += [text for text in (rates_problem(setting, arms),) if text]
+    problem = join([text for text in problems if text[0]], ("; ", "；"))
+    looks = len(analysis.study.looks) if analysis.study else 1
+    there = back = None
+    mean, interval = None, None
+    unit = (
+        "points" if part.measure == "points" or (part.measure, group.kind) == ("difference", "share") else "%"
     )
+    what = sentence("nothing")
+    if tables:
+        there, back = _scale(part.measure, group, arms, fmean(score for _, score in scores))
+        found = combine([overall(*table, level=1 - LEVEL / looks) for table in tables], 1.0, looks)
+        mean = there(found.mean)
+        if found.low is not None and found.high is not None:
+            interval = min(there(found.low), there(found.high)), max(there(found.low), there(found.high))
+        columns = (f"{fmean(column):.4g}" for column in zip(*scores, strict=True))
+        values = dict(zip(("score", "reference_score"), columns, strict=True))
+        texts = describe_number(part, unit, mean, interval, len(scores))
+        what = sentence(part.measure, method=claim.method, reference_arm=name, **values, **texts)
 
+    def test(threshold: float) -> float | None:
+        assert back is not None  # or there is no mean
+        points = back(threshold)
+        return combine([overall(table - points, sizes) for table, sizes in tables], 1.0, looks).p
 
-def control_sentence(claim: Claim, case: ClaimCase, supported: bool, analysis: Analysis) -> Sentence:
-    """How the method compares with the control that the claim leaves out."""
-    control = case.part.control
-    assert control is not None
-    templates = claim_data()["controls"][control]
-    if control not in case.group.arms:
-        return fill(templates["absent"])
-    beside = make_case(claim, case.group, analysis, control)
-    if beside.problems or beside.mean is None:
-        return fill(templates["void"], problems=beside.explain_problems())
-    p = beside.p(0.0)
-    better = p is not None and p < LEVEL and beside.mean > 0
-    key = "plain" if not supported else "better" if better else "other"
-    return fill(templates.get(key, templates["plain"]), what=beside.describe())
-
-
-def growth_sentence(tasks: Sequence[str], cases: Sequence[ClaimCase]) -> Sentence:
-    """Whether the measure rises from task to task; the verdict does not depend on it."""
-    from scipy import stats
-
-    usable = [case for case in cases if not case.problems and case.group.task in tasks]
-    names = ", ".join(tasks)
-    if sorted(case.group.task for case in usable) != sorted(tasks):
-        return sentence("growth_few", tasks=names)
-    usable.sort(key=lambda case: tasks.index(case.group.task))
-    # Welch's test: the seeds of different corpora are not pairs.
-    losses = [[100 * (score / reference - 1) for score, reference in case.scores] for case in usable]
-    tests = [stats.ttest_ind(b, a, equal_var=False) for a, b in pairwise(losses)]
-    adjusted = statistics.holm([float(test.pvalue) for test in tests])
-    clear = [p is not None and p < LEVEL for p in adjusted]
-    for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
-        if sure and test.statistic < 0:
-            falls = {"first": a.group.task, "second": b.group.task, "p": format_p(p)}
-            return sentence("growth_no", tasks=names, **falls)
-    return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)
+    return Case(
+        group.task, setting.model, analysis.title, part_name, part, part.threshold(group.kind), len(scores),
+        unit, mean, interval, test, what, problem if problem[0] else None,
+        any(arm.collapsed(group.points) for arm in arms), scores, setting,
+    )  # fmt: skip

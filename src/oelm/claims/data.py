@@ -9,7 +9,7 @@ from typing import Any
 
 from oelm.system.messages import Notice, text_of
 
-SUPPORTED, REFUTED, NOT_DECIDED = VERDICTS = ("supported", "refuted", "not decided")
+SUPPORTED, REFUTED, IN_PART, NOT_DECIDED = VERDICTS = ("supported", "refuted", "in part", "not decided")
 
 Sentence = tuple[str, str]  # in English and in Chinese
 Interval = tuple[float, float]
@@ -17,22 +17,26 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ClaimPart:
-    """What is measured on one task, and the thresholds; see claims.toml."""
+    """What is measured on one task, or in one benchmark, and what decides; see claims.toml."""
 
     measure: str
     above: float = 0.0
     share: float | None = None
     published: float | None = None
     at_margin: bool = False
+    within: float | None = None
     control: str | None = None
+    control_margin: float = 0.0
     experiments: tuple[str, ...] = ()
+    kind: str | None = None  # of a benchmark's work, with the next two
+    architecture: str = ""
+    length: int = 0
 
-    def thresholds(self, margin: float) -> tuple[float, float]:
-        """Supported above the first, refuted below the second."""
-        above = -margin if self.at_margin else self.above
-        if self.share is None or self.published is None:
-            return above, above
-        return above, self.share * self.published
+    def threshold(self, metric: str) -> float:
+        """Supported above, refuted below; `metric` is "share" or "perplexity"."""
+        if self.at_margin:
+            return -float(claim_data()["margins"][metric])
+        return self.above if self.share is None or self.published is None else self.share * self.published
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Claim:
     claim: str
     claim_zh: str
     rule: str
+    run: str  # the commands that make what decides it
     kind: str | None = None
     architectures: tuple[str, ...] = ()
     method: str = "oelm"
@@ -50,10 +55,11 @@ class Claim:
     parts: dict[str, ClaimPart] = field(default_factory=dict)
     any_size: bool = False
     one_refutes: bool = False
-    beyond_records: bool = False
+    per_hour: bool = False
     frozen: dict[str, float] = field(default_factory=dict)
     growth: tuple[str, ...] = ()
     ratio: tuple[float, float] = (1.0, 1.0)
+    tasks: int = 1  # of different names that a verdict needs
 
     @property
     def names(self) -> dict[str, str]:

@@ -1,54 +1,27 @@
-"""The published claims, judged from records: supported, refuted or not decided, with number and reason.
+"""The published claims, judged from records: supported, refuted, in part or not decided.
 
 What is claimed, what decides it and every sentence is data (claims.toml); here are the rules. Most claims are
 a threshold: the mean of a measure over pairs of runs with the same seed is above a figure or not. A claim is
-judged on every setting of the records that fits it, and Holm corrects for their number. A problem that
-forbids a conclusion (`oelm.study.result_types.PROBLEMS`) leaves the claim not decided.
+judged on every setting of the records that fits it, over all studies. Holm corrects for all of them, and for
+the parts of the claim that are missing or void, which leave it open.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from oelm.claims.cases import (
-    ClaimCase,
-    architecture,
-    arms_of,
-    control_sentence,
-    describe_setting,
-    fitting_groups,
-    growth_sentence,
-    make_case,
-    margin_of,
-    model_name,
-    notes,
-    task_kind,
-)
-from oelm.claims.data import (
-    NOT_DECIDED,
-    REFUTED,
-    SUPPORTED,
-    VERDICTS,
-    Claim,
-    Interval,
-    Sentence,
-    claim_data,
-    format_p,
-    format_problems,
-    join,
-    read_claims,
-    sentence,
-    with_unit,
-)
+from oelm.claims import data
+from oelm.claims.cases import FEWEST_RATES, Case, Fitting, Setting, fitting_settings, make_case, rates_problem
+from oelm.claims.data import IN_PART, NOT_DECIDED, REFUTED, SUPPORTED, Claim, Sentence, join, sentence
+from oelm.claims.remarks import behind_sentences, control_sentence, describe_setting, growth_sentence
+from oelm.claims.speed import Benchmark, speed_cases
 from oelm.study import statistics
-from oelm.study.decide import LEVEL
-from oelm.study.result_types import Analysis, Group
+from oelm.study.decide import LEVEL, choice_noise, near_ties
+from oelm.study.result_types import Analysis, ArmResult, Group
 from oelm.system.messages import notice
-
-SIGN_TEST_FROM = 6  # ratios of learning rates: with fewer a two-sided sign test cannot reach 5 %
 
 
 @dataclass(frozen=True)
@@ -57,12 +30,15 @@ class Finding:
 
     task: str
     model: str
+    source: str  # the title of the study, or the name of the benchmark record
     verdict: str
     number: float | None
-    interval: Interval | None
+    interval: data.Interval | None
     n: int
     unit: str  # of number and interval: "points", "%" or "ratio"
     p: float | None
+    void: bool  # whether no conclusion may be drawn
+    why: Sentence  # what decides, or why nothing does
     reason: str
     reason_zh: str
 
@@ -81,144 +57,178 @@ class Verdict:
     claim_zh: str
     verdict: str
     number: float | None = None
-    interval: Interval | None = None
+    interval: data.Interval | None = None
     n: int = 0
+    why: str  # in a sentence or two
+    why_zh: str
     reason: str
     reason_zh: str
     details: tuple[Finding, ...] = ()
     unit: str = ""  # as of a Finding, or "settings"
 
 
-def judge(analysis: Analysis) -> list[Verdict]:
-    """A verdict on each claim, in order, from the records alone."""
-    return [_judge(claim, analysis) for claim in read_claims()]
+def judge(analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark] = ()) -> list[Verdict]:
+    """A verdict on each claim, in order, from the records of all studies and benchmarks together."""
+    return [_judge(claim, analyses, benchmarks) for claim in data.read_claims()]
 
 
-def _judge(claim: Claim, analysis: Analysis) -> Verdict:
-    groups, left_out, apart = fitting_groups(claim, analysis)
-    if not groups:
-        return _verdict(claim, NOT_DECIDED, [_missing(claim), *([sentence("apart")] if apart else [])])
-    verdict = RULES[claim.rule](claim, groups, analysis)
-    if not left_out:
-        return verdict
-    models = ", ".join(sorted({model_name(group) for group in left_out}))
-    reasons = join([(verdict.reason, verdict.reason_zh), sentence("left_aside", models=models)])
-    return replace(verdict, reason=reasons[0], reason_zh=reasons[1])
+def _judge(claim: Claim, analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark]) -> Verdict:
+    if claim.rule == "speed":
+        cases = speed_cases(claim, benchmarks)
+        return _threshold(claim, cases) if cases else _verdict(claim, NOT_DECIDED, [sentence("no_bench")])
+    fitting = fitting_settings(claim, analyses)
+    if not fitting.settings:
+        key = "apart" if fitting.apart else "missing"
+        return _verdict(claim, NOT_DECIDED, [sentence(key, **claim.names)])
+    if claim.rule == "rates":
+        return _learning_rates(claim, fitting.settings)
+    if claim.rule == "kinds":
+        return _kinds(claim, fitting)
+    cases = [make_case(claim, setting) for setting in fitting.settings]
+    return _threshold(claim, cases, fitting, benchmarks)
 
 
 def _verdict(
-    claim: Claim, verdict: str, sentences: Iterable[Sentence], details: Sequence[Finding] = (), **numbers: Any
+    claim: Claim,
+    verdict: str,
+    sentences: Sequence[Sentence],
+    details: Sequence[Finding] = (),
+    why: Sequence[Sentence] | None = None,
+    **numbers: Any,
 ) -> Verdict:
-    reason, reason_zh = join(sentences)
+    """`why` is the reason in a sentence or two; without it, all of the reason is."""
+    steps = [sentence("next", command=claim.run)] if verdict == NOT_DECIDED else []
+    reason, brief = join([*sentences, *steps]), join([*(sentences if why is None else why), *steps])
     return Verdict(
-        id=claim.id, claim=claim.claim, claim_zh=claim.claim_zh, verdict=verdict, reason=reason,
-        reason_zh=reason_zh, details=tuple(details), **numbers,
+        id=claim.id, claim=claim.claim, claim_zh=claim.claim_zh, verdict=verdict, why=brief[0],
+        why_zh=brief[1], reason=reason[0], reason_zh=reason[1], details=tuple(details), **numbers,
     )  # fmt: skip
 
 
-def _missing(claim: Claim) -> Sentence:
-    names = ", ".join(claim.parts)
-    kind = "tasks_lm" if claim.kind == "lm" else "tasks_all" if "any" in names or not names else "tasks_named"
-    models = "_".join(("with", *claim.architectures)) if claim.architectures else "with_any"
-    tasks = sentence(kind, names=names)
-    return sentence("missing", **claim.names, tasks=tasks, architectures=sentence(models))
-
-
-def _threshold(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
-    cases = [make_case(claim, group, analysis) for group in groups]
-    findings = _decide(claim, cases, analysis)
-    verdicts = [finding.verdict for finding in findings]
-    verdict = _combine(verdicts, claim.one_refutes)
+def _threshold(
+    claim: Claim, cases: Sequence[Case], fitting: Fitting | None = None, benchmarks: Sequence[Benchmark] = ()
+) -> Verdict:
+    there, fitting = {"any", *(case.part_name for case in cases)}, fitting or Fitting()
+    missing = list(dict.fromkeys([*(name for name in claim.parts if name not in there), *fitting.planned]))
+    findings = _decide(claim, cases, len(missing))
+    verdict = _combine({f.verdict for f in _counting(findings)}, bool(missing), claim.one_refutes)
     decisive = _decisive(findings, verdict)
-    sentences: list[Sentence] = []
-    if len(findings) > 1:
-        for outcome in VERDICTS:
-            if names := [finding.label for finding in findings if finding.verdict == outcome]:
-                name = tuple(claim_data()["verdicts"][outcome])
-                sentences.append(sentence("summary", verdict=name, settings=_names(names)))
-        if verdict == NOT_DECIDED and {SUPPORTED, REFUTED} <= set(verdicts):
-            sentences.append(sentence("mixed"))
-    sentences.append((decisive.reason, decisive.reason_zh))
-    tasks = {"any", *(finding.task for finding in findings)}
-    if absent := [task for task in claim.parts if task not in tasks]:
-        sentences.append(sentence("absent", tasks=", ".join(absent)))
+    summary = _summary(findings) if len(findings) > 1 else []
+    rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
+    if claim.per_hour:
+        verdict, hour = _per_hour(verdict, benchmarks)
+        rest.append(hour)
+    sentences = [*summary, (decisive.reason, decisive.reason_zh), *rest]
     if claim.growth:
         sentences.append(growth_sentence(claim.growth, cases))
-    if claim.beyond_records:
-        sentences.append(sentence("beyond_records"))
+    if models := sorted({setting.model for setting in fitting.left_out}):
+        sentences.append(sentence("left_aside", models=", ".join(models)))
+    why = [*summary, sentence("at", where=decisive.label, why=decisive.why), *rest]
     numbers = {key: getattr(decisive, key) for key in ("number", "interval", "n", "unit")}
-    return _verdict(claim, verdict, sentences, findings, **numbers)
+    return _verdict(claim, verdict, sentences, findings, why, **numbers)
 
 
-def _decide(claim: Claim, cases: Sequence[ClaimCase], analysis: Analysis) -> list[Finding]:
-    """The finding of each setting; p is corrected for all of them."""
-    supporting = statistics.holm([case.p(case.above) for case in cases])
-    refuting = statistics.holm([case.p(case.below) for case in cases])
+def _summary(findings: Sequence[Finding]) -> list[Sentence]:
+    """The settings of each verdict."""
+    sentences = []
+    for outcome in data.VERDICTS:
+        if counts := Counter(finding.label for finding in findings if finding.verdict == outcome):
+            names = ", ".join(f"{n} x {label}" if n > 1 else label for label, n in counts.items())
+            name = tuple(data.claim_data()["verdicts"][outcome])
+            sentences.append(sentence("summary", verdict=name, settings=names))
+    return sentences
+
+
+def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
+    """The finding of each setting. p is corrected for all of them, and for as many missing ones: what is
+    missing or void counts as p = 1, so that it makes nothing else look better."""
+    decisive = _corrected([case.decisive_p() for case in cases], missing)
+    gains = _corrected([case.p(0.0) if case.part.share is not None else None for case in cases], missing)
     findings = []
-    for case, p_above, p_below in zip(cases, supporting, refuting, strict=True):
-        verdict, reasons = _compare(case, p_above, p_below)
-        sentences = [case.describe(), *reasons]
-        if claim.frozen:
-            verdict, more = _frozen(claim, case, verdict)
-            sentences += more
-        if claim.beyond_records and verdict == SUPPORTED:  # only half of the claim is measured
-            verdict = NOT_DECIDED
-        if case.part.control:
-            sentences.append(control_sentence(claim, case, verdict == SUPPORTED, analysis))
-        sentences += [describe_setting(claim, case.group), *notes(claim, case.group)]
-        numbers = (case.mean, case.interval, len(case.scores), case.unit)
-        p = p_below if verdict == REFUTED else p_above
-        group = case.group
-        findings.append(Finding(group.task, model_name(group), verdict, *numbers, p, *join(sentences)))
+    for case, p, p_gain in zip(cases, decisive, gains, strict=True):
+        verdict, why = _compare(case, p, p_gain)
+        if case.part.at_margin and case.collapsed and verdict == SUPPORTED:
+            verdict, why = NOT_DECIDED, [*why, sentence("collapsed")]
+        sentences = [case.what, *why]
+        if case.setting is not None:
+            if claim.frozen:
+                verdict, more = _frozen(claim, case.setting, verdict)
+                sentences += more
+            if case.part.control:
+                sentences.append(control_sentence(claim, case, verdict in (SUPPORTED, IN_PART)))
+            sentences += [describe_setting(claim, case.setting), *behind_sentences(claim, case.setting)]
+        findings.append(
+            Finding(
+                case.task, case.model, case.source, verdict, case.mean, case.interval, case.n, case.unit, p,
+                bool(case.problem), join(why), *join(sentences),
+            )
+        )  # fmt: skip
     return findings
 
 
-def _compare(case: ClaimCase, p_above: float | None, p_below: float | None) -> tuple[str, list[Sentence]]:
-    if case.problems:
-        return NOT_DECIDED, [sentence("problems", problems=case.explain_problems())]
-    if case.mean is None or p_above is None or p_below is None or case.interval is None:
+def _corrected(p_values: Sequence[float | None], missing: int) -> list[float | None]:
+    adjusted = statistics.holm([1.0 if p is None else p for p in p_values] + [1.0] * missing)
+    return [None if p is None else a for p, a in zip(p_values, adjusted, strict=False)]
+
+
+def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, list[Sentence]]:
+    if case.problem:
+        return NOT_DECIDED, [sentence("problems", problems=case.problem)]
+    if case.mean is None or p is None or case.interval is None:
         return NOT_DECIDED, [sentence("constant")]
-    above, below = case.show(case.above), case.show(case.below)
-    higher = p_above < LEVEL and case.mean > case.above
-    if p_below < LEVEL and case.mean < case.below:
-        verdict, key = REFUTED, "refuted_below" if case.part.share is None else "refuted_share"
-        sentences = [sentence(key, below=below, share=100 * (case.part.share or 0), p=format_p(p_below))]
-        sentences += [sentence("small_gain")] if higher else []
-    elif higher:
-        verdict, sentences = SUPPORTED, [sentence("supported_above", above=above, p=format_p(p_above))]
-    else:
-        values = {"p_above": format_p(p_above), "p_below": format_p(p_below)}
-        verdict, sentences = NOT_DECIDED, [sentence("open", above=above, below=below, **values)]
-    if (published := case.part.published) is not None:
+    part, published = case.part, case.part.published
+    values = {"threshold": case.show(case.threshold), "p": data.format_p(p), "share": 100 * (part.share or 0)}
+    if part.within is not None:
+        values["threshold"] = case.show(part.within)
+    kind = "within" if part.within is not None else "share" if part.share is not None else "above"
+    gain = p_gain is not None and p_gain < LEVEL and case.mean > 0
+    verdict = NOT_DECIDED if p >= LEVEL else SUPPORTED if case.ahead else REFUTED
+    sentences = [sentence(f"{'open' if verdict == NOT_DECIDED else verdict}_{kind}", **values)]
+    if kind == "share" and verdict == REFUTED and gain:
+        sentences.append(sentence("small_gain"))
+    if kind == "share" and verdict == NOT_DECIDED:
+        sentences.append(sentence("gain_shown" if gain else "gain_open"))
+    if published is not None and kind != "within":
         low, high = case.interval
         place = "above" if published > high else "below" if published < low else "inside"
+        if kind == "share" and verdict == SUPPORTED and place == "above":
+            verdict = IN_PART
         sentences.append(sentence(f"published_{place}", published=case.show(published)))
     return verdict, sentences
 
 
-def _combine(verdicts: Sequence[str], one_refutes: bool) -> str:
-    if set(verdicts) == {SUPPORTED}:
-        return SUPPORTED
-    if REFUTED in verdicts and (one_refutes or SUPPORTED not in verdicts):
+def _counting(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that count: a setting without a conclusion leaves a task and model open only if no other setting
+    of these has one."""
+    usable = {finding.label for finding in findings if not finding.void}
+    return [finding for finding in findings if not finding.void or finding.label not in usable]
+
+
+def _combine(verdicts: set[str], missing: bool, one_refutes: bool) -> str:
+    """Over all parts of a claim: alike, they decide it; a missing or undecided part leaves it open unless
+    others disagree."""
+    seen = verdicts | ({NOT_DECIDED} if missing else set())
+    if REFUTED in seen and one_refutes:
         return REFUTED
+    if len(seen) == 1:
+        return seen.pop()
+    if (REFUTED in seen and seen & {SUPPORTED, IN_PART}) or NOT_DECIDED not in seen:
+        return IN_PART
     return NOT_DECIDED
 
 
 def _decisive(findings: Sequence[Finding], verdict: str) -> Finding:
-    """The setting that decides: the weakest support, the clearest refutation, the first undecided one."""
+    """The setting that decides: the weakest support, the clearest refutation, the first of others, one that
+    could be tested before one that could not."""
     alike = [f for f in findings if f.verdict == verdict] or list(findings)
-    if verdict == NOT_DECIDED:
-        return alike[0]
+    if verdict in (NOT_DECIDED, IN_PART):
+        return min(alike, key=lambda f: (f.void, -f.n))
     return (max if verdict == SUPPORTED else min)(alike, key=lambda f: 1.0 if f.p is None else f.p)
 
 
-def _names(labels: Iterable[str]) -> str:
-    return ", ".join(f"{n} x {label}" if n > 1 else label for label, n in Counter(labels).items())
-
-
-def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sentence]]:
+def _frozen(claim: Claim, setting: Setting, verdict: str) -> tuple[str, list[Sentence]]:
     """The share of frozen parameters of C9; if it is not the published one, nothing is supported."""
-    arm, published = case.group.arms[case.method], claim.frozen[architecture(case.group)]
+    arm, published = setting.group.arms[claim.method], claim.frozen[setting.architecture]
     if not arm.records:
         return verdict, []
     counts = arm.records[0].results["parameters"]
@@ -229,39 +239,34 @@ def _frozen(claim: Claim, case: ClaimCase, verdict: str) -> tuple[str, list[Sent
     return verdict, sentences
 
 
-def _speed(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
-    """Times of separate runs are shown and decide nothing."""
-    findings = []
-    for group in groups:
-        arms = arms_of(claim, group)
-        environments = [record.environment for arm in arms for record in arm.records]
-        machines = {environment.get("gpu") or environment.get("cpu") for environment in environments}
-        (time, reference_time), (n, m) = (arm.step_time() for arm in arms), (len(arm.records) for arm in arms)
-        ratio, text = None, sentence("no_step_times")
-        if time and reference_time and len(machines) == 1:
-            ratio = time / reference_time
-            times = {"time": 1000 * time, "reference_time": 1000 * reference_time}
-            text = sentence("step_times", **claim.names, **times, ratio=ratio, n=n, m=m)
-        reason = join([text, describe_setting(claim, group)])
-        numbers = (ratio, None, min(n, m), "ratio", None)
-        findings.append(Finding(group.task, model_name(group), NOT_DECIDED, *numbers, *reason))
-    first = next((f for f in findings if f.number is not None), findings[0])
-    sentences = [sentence("not_interleaved"), (first.reason, first.reason_zh)]
-    return _verdict(claim, NOT_DECIDED, sentences, findings, number=first.number, n=first.n, unit="ratio")
+def _per_hour(verdict: str, benchmarks: Sequence[Benchmark]) -> tuple[str, Sentence]:
+    """The verdict with C10's second half, from the language model's step in C2's benchmarks: without one, the
+    claim can be refuted but not supported."""
+    (speed,) = (claim for claim in data.read_claims() if claim.rule == "speed")
+    cases = [c for c in speed_cases(speed, benchmarks) if c.part.kind == "lm" and c.part.within is None]
+    p_values = _corrected([case.p(0.0) for case in cases], 0)
+    sure = bool(cases) and all(p is not None and p < LEVEL for p in p_values)
+    faster = all(case.mean is not None and case.mean > 0 for case in cases)
+    key = "hour_open" if not sure else "hour_faster" if faster else "hour_slower"
+    if verdict in (SUPPORTED, IN_PART):
+        verdict = {"hour_open": NOT_DECIDED, "hour_faster": verdict, "hour_slower": IN_PART}[key]
+    return verdict, sentence(key)
 
 
-def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
+def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
     """Whether settings of one kind of task agree over architectures, and the kinds differ within one."""
-    known = [group for group in groups if task_kind(group) in ("classification", "lm")]
-    places = sorted({(architecture(group), task_kind(group)) for group in known})
+    known = [setting for setting in fitting.settings if setting.kind in ("classification", "lm")]
+    places = sorted({(setting.architecture, setting.kind) for setting in known})
     architectures, kinds = [a for a, _ in places], [k for _, k in places]
     if len(set(architectures)) == len(places) or len(set(kinds)) == len(places):
         seen = ", ".join(f"{a} {k}" for a, k in places) or "-"
         return _verdict(claim, NOT_DECIDED, [sentence("kinds_missing", seen=seen)])
-    findings = _decide(claim, [make_case(claim, group, analysis) for group in known], analysis)
+    findings = _decide(claim, [make_case(claim, setting) for setting in known], len(fitting.planned))
     outcomes: dict[str, set[str]] = defaultdict(set)
-    for finding, group in zip(findings, known, strict=True):
-        outcomes[task_kind(group)].add(finding.verdict)
+    counting = _counting(findings)
+    for finding, setting in zip(findings, known, strict=True):
+        if finding in counting:
+            outcomes[setting.kind].add(finding.verdict)
     decided = {kind: verdicts - {NOT_DECIDED} for kind, verdicts in outcomes.items()}
     if any(len(verdicts) > 1 for verdicts in decided.values()):
         verdict, key = REFUTED, "kinds_within"
@@ -273,110 +278,86 @@ def _kinds(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict
         verdict, key = SUPPORTED, "kinds_follow"
     texts = {SUPPORTED: "kinds_works", REFUTED: "kinds_fails", NOT_DECIDED: "kinds_open"}
     settings = join([sentence(texts[f.verdict], where=f.label) for f in findings], ("; ", "；"))
-    sentences = [sentence(key), sentence("kinds_list", margin=margin_of(analysis), list=settings)]
+    sentences = [sentence(key), sentence("kinds_list", **data.claim_data()["margins"], list=settings)]
     sure = [f.n for f in findings if f.verdict != NOT_DECIDED]
-    numbers = {"number": float(len(sure)), "n": min(sure, default=0), "unit": "settings"}
+    numbers: dict[str, Any] = {"number": float(len(sure)), "n": min(sure, default=0), "unit": "settings"}
     return _verdict(claim, verdict, sentences, findings, **numbers)
 
 
-def _learning_rates(claim: Claim, groups: Sequence[Group], analysis: Analysis) -> Verdict:
-    """How many times higher a method's best learning rate is than the reference arm's: ratios, counted.
+def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
+    """How many times higher a method's best learning rate is than the reference arm's. One setting is one
+    piece of evidence, whatever its seeds, and a verdict needs several tasks."""
+    findings = [_rates_finding(claim, setting) for setting in settings]
+    ratios = [finding.number for finding in findings if finding.number is not None]
+    tasks = {finding.task for finding in findings if finding.number is not None}
+    seen = {finding.verdict for finding in _counting(findings)}
+    verdict = NOT_DECIDED
+    if len(tasks) >= claim.tasks:
+        verdict = _combine(seen, False, False)
+    number = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    few = [sentence("rates_few", n=claim.tasks, tasks=len(tasks))] if len(tasks) < claim.tasks else []
+    summary = _summary(findings) if len(findings) > 1 else []
+    first = _decisive(findings, verdict)
+    sentences = [*summary, (first.reason, first.reason_zh), *few]
+    why = [*summary, sentence("at", where=first.label, why=first.why), *few]
+    ends = [end for finding in findings for end in finding.interval or ()]
+    interval = (min(ends), max(ends)) if ends else None
+    numbers = {"number": number, "interval": interval, "n": len(tasks), "unit": "ratio"}
+    return _verdict(claim, verdict, sentences, findings, why, **numbers)
 
-    A grid determines the best learning rate to one of its steps only, so ratios are coarse and often equal.
-    They are not averaged for a verdict but counted: do most reach the claimed one?
-    """
-    findings, all_ratios, left_out = [], [], defaultdict(list)
-    for group in groups:
-        ratios, sentences = _lr_ratios(claim, group)
-        all_ratios += ratios
-        verdict, number, interval, why = _judge_ratios(claim, ratios)
-        reason = join([*(why if ratios else []), *sentences, describe_setting(claim, group)])
-        numbers = (number, interval, len(ratios), "ratio", None)
-        findings.append(Finding(group.task, model_name(group), verdict, *numbers, *reason))
-        if not ratios:
-            left_out[join(sentences)].append(findings[-1].label)
-    verdict, number, interval, reasons = _judge_ratios(claim, all_ratios)
-    if len(findings) == 1:
-        reasons = [(findings[0].reason, findings[0].reason_zh)]
+
+def _rates_finding(claim: Claim, setting: Setting) -> Finding:
+    """The ratios that the near-tied learning rates of both arms allow."""
+    group, arms = setting.group, setting.arms_of(claim)
+    verdict, number, interval = NOT_DECIDED, None, None
+    problem = _trials_problem(claim, setting, arms)
+    rates = [] if problem else _near_ties(group, arms)
+    if problem is not None or arms[0].lr is None or arms[1].lr is None:
+        why = sentence("problems", problems=problem or sentence("untuned", fewest=FEWEST_RATES))
     else:
-        for cause, names in left_out.items():
-            reasons.append(sentence("rates_left_out", settings=_names(names), why=cause))
-    total = {"number": number, "interval": interval, "n": len(all_ratios), "unit": "ratio"}
-    return _verdict(claim, verdict, reasons, findings, **total)
+        number, least = arms[0].lr / arms[1].lr, 0.99 * claim.ratio[0]  # 3e-4 / 1e-4 is not quite 3
+        interval = min(rates[0]) / max(rates[1]), max(rates[0]) / min(rates[1])
+        verdict = SUPPORTED if interval[0] >= least else REFUTED if interval[1] < least else NOT_DECIDED
+        key = {SUPPORTED: "rates_higher", REFUTED: "rates_lower", NOT_DECIDED: "rates_open"}[verdict]
+        ends = {"smallest": interval[0], "largest": interval[1], "least": claim.ratio[0]}
+        why = sentence(key, **claim.names, number=number, **ends)
+        best, there = (arms[0].lr_scores.get(arm.lr) for arm in arms if arm.lr)
+        if best is not None and there is not None and number != 1:
+            unit = "points" if group.kind == "share" else "%"
+            lost = data.with_unit(group.points(best) - group.points(there), unit, False)
+            why = join([why, sentence("rates_cost", lost=lost, **claim.names)])
+    trials = len({trial.seed for arm in arms for trial in arm.trials})
+    reason = join([why, describe_setting(claim, setting)])
+    place = (group.task, setting.model, setting.analysis.title)
+    return Finding(*place, verdict, number, interval, trials, "ratio", None, number is None, why, *reason)
 
 
-def _lr_ratios(claim: Claim, group: Group) -> tuple[list[float], list[Sentence]]:
-    """One ratio for each seed of the trials; and why there are none, or what they mean."""
-    arm, reference = arms_of(claim, group)
-    if not (group.matrix and arm.chosen and reference.chosen and arm.lr and reference.lr):
-        return [], [sentence("rates_none")]
-    grid = group.matrix.grid
-    step = max(high / low for low, high in pairwise(grid))
-    if {arm.lr, reference.lr} & {grid[0], grid[-1]}:
-        return [], [sentence("rates_edge")]
+def _near_ties(group: Group, arms: Sequence[ArmResult]) -> list[list[float]]:
+    """All learning rates of each arm that could be its best, by the noise of all arms' trials."""
+    sign = 1 if group.larger_is_better else -1
+    trials: dict[str, dict[float, list[float]]] = {}
+    for arm in (arm for arm in group.arms.values() if not arm.unevaluated):
+        ordered = sorted(arm.trials, key=lambda record: record.seed)
+        usable = [lr for lr, mean in arm.lr_scores.items() if mean is not None]
+        trials[arm.method] = {
+            lr: [sign * r.validation for r in ordered if r.lr == lr and r.validation is not None]
+            for lr in usable
+        }
+    noise, df = choice_noise(list(trials.values()))
+    return [near_ties(trials[arm.method], noise, df, most=None) for arm in arms]
+
+
+def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
+    """Why the trials of a setting say nothing about the best learning rates."""
+    if problem := rates_problem(setting, arms):
+        return problem
+    if len({trial.seed for trial in arms[0].trials}) < 2:
+        return sentence("rates_one_run")
+    if any(arm.unevaluated for arm in arms) or arms[0].lr_scores.keys() != arms[1].lr_scores.keys():
+        return data.format_problems([notice("problem.unequal_trials")])
+    step = max(high / low for low, high in pairwise(sorted(arms[0].lr_scores)))
     if step > claim.ratio[1]:
-        return [], [sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])]
-    at_chance = {
-        a.method: [r.seed for r in a.trials if r.lr == a.lr and r.results.get("at_chance")]
-        for a in (arm, reference)
-    }
-    if any(at_chance.values()):
-        runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in at_chance.items() if seeds]
-        problem = notice("problem.at_chance", runs=runs)
-        return [], [sentence("problems", problems=format_problems([problem]))]
-    sentences = [sentence("rates_step", step=step)]
-    best, at_reference = arm.lr_scores.get(arm.lr), arm.lr_scores.get(reference.lr)
-    if best is not None and at_reference is not None and arm.lr != reference.lr:
-        loss = group.points(best) - group.points(at_reference)
-        lost = with_unit(loss, "points" if group.kind == "share" else "%", False)
-        sentences.append(sentence("rates_cost", lost=lost, **claim.names))
-    return _ratios_by_seed(claim, group, grid), sentences
-
-
-def _ratios_by_seed(claim: Claim, group: Group, grid: Sequence[float]) -> list[float]:
-    """The ratio of each seed whose trials are complete and leave one best learning rate to each method."""
-    arms, ratios = arms_of(claim, group), []
-    for seed in sorted({trial.seed for arm in arms for trial in arm.trials}):
-        best = []
-        for arm in arms:
-            scores = {trial.lr: trial.validation for trial in arm.trials if trial.seed == seed}
-            usable = [score for lr in grid if (score := scores.get(lr)) is not None]  # None: it failed
-            if usable and set(grid) <= scores.keys():
-                top = max(usable) if group.larger_is_better else min(usable)
-                tied = [lr for lr in grid if scores[lr] == top]
-                best += tied if len(tied) == 1 else []
-        if len(best) == 2:
-            ratios.append(best[0] / best[1])
-    return ratios
-
-
-def _judge_ratios(
-    claim: Claim, ratios: Sequence[float]
-) -> tuple[str, float | None, Interval | None, list[Sentence]]:
-    """Whether most of the ratios are at least the claimed one: the verdict, their geometric mean with its
-    interval, and the reason."""
-    from scipy import stats
-
-    if not ratios:
-        return NOT_DECIDED, None, None, [sentence("rates_nothing")]
-    logs = statistics.interval([math.log(ratio) for ratio in ratios])
-    number = math.exp(logs.mean)
-    interval = None if logs.low is None or logs.high is None else (math.exp(logs.low), math.exp(logs.high))
-    least, n = claim.ratio[0], len(ratios)
-    k = sum(ratio > 0.99 * least for ratio in ratios)  # 3e-4 / 1e-4 is not quite 3
-    p = float(stats.binomtest(k, n).pvalue)
-    verdict = NOT_DECIDED if p >= LEVEL else SUPPORTED if 2 * k > n else REFUTED
-    span = sentence("rates_interval", low=interval[0], high=interval[1]) if interval else ("", "")
-    counts = {"number": number, "k": k, "n": n, "low": least, "p": format_p(p), "interval": span}
-    sentences = [sentence("rates_found", **claim.names, **counts)]
-    if n < SIGN_TEST_FROM:
-        sentences.append(sentence("rates_few", n=SIGN_TEST_FROM))
-    return verdict, number, interval, sentences
-
-
-RULES: dict[str, Callable[[Claim, Sequence[Group], Analysis], Verdict]] = {
-    "threshold": _threshold,
-    "speed": _speed,
-    "kinds": _kinds,
-    "rates": _learning_rates,
-}
+        return sentence("rates_coarse", step=step, low=claim.ratio[0], high=claim.ratio[1])
+    lost = {a.method: [r.seed for r in a.trials if r.lr == a.lr and r.results.get("at_chance")] for a in arms}
+    runs = [notice("study.seeds", method=name, seeds=seeds) for name, seeds in lost.items() if seeds]
+    return data.format_problems([notice("problem.at_chance", runs=runs)]) if runs else None

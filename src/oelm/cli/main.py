@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli import bench, convert, data, experiments, run, study
+from oelm.cli import bench, claims, convert, data, experiments, run, study
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.system.library_errors import is_out_of_memory
 from oelm.system.terminal import say
@@ -27,6 +27,7 @@ app = typer.Typer(
 
 app.command()(experiments.experiments)
 app.command()(bench.bench)
+app.command()(claims.claims)
 app.command()(convert.convert)
 app.add_typer(run.app)
 app.add_typer(study.app)

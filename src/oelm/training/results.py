@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +118,7 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "status": status,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "experiment": config.experiment,
         "task": run.store.task,
         "method": report.method,

@@ -101,7 +101,7 @@ def _warnings(view: View, warned: list[Listed]) -> list[Block]:
 
 def _claims(view: View) -> list[Block]:
     """The published claims that these records are about; the others in one line."""
-    words, judged = view.words, judge(view.analysis)
+    words, judged = view.words, judge([view.analysis])
     blocks = [block for verdict in judged if verdict.details for block in _claim(view, verdict)]
     rest = [verdict.id for verdict in judged if not verdict.details]
     if blocks and rest:

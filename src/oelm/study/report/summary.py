@@ -52,7 +52,7 @@ def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
         "settings": [_group(view, group) for group in analysis.groups],
         "comparisons": [_comparison(view, comparison) for comparison in analysis.comparisons],
         "across": analysis.across,
-        "claims": judge(analysis),
+        "claims": [verdict for verdict in judge([analysis]) if verdict.details],
         "warnings": notices(view),
         "mixtures": analysis.mixtures,
         "left_out": analysis.left_out,

@@ -1,0 +1,88 @@
+"""What the claims are judged on: every study, run and benchmark record below some paths."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from oelm.bench.show import read_record
+from oelm.claims.data import claim_data
+from oelm.claims.speed import Benchmark
+from oelm.errors import UserError
+from oelm.study.analysis import analyse, analyse_records
+from oelm.study.records import find_records
+from oelm.study.result_types import Analysis
+from oelm.system.messages import Notice
+
+
+@dataclass
+class Collection:
+    """Studies (runs outside of one count as a study without a plan) and benchmark records."""
+
+    analyses: list[Analysis] = field(default_factory=list)
+    benchmarks: list[Benchmark] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what cannot be used, and why
+
+    @property
+    def ages(self) -> dict[str, int]:
+        """Runs that ended before and after the rules were fixed, and runs that do not say when."""
+        runs = [record for analysis in self.analyses for record in analysis.records]
+        counts = Counter(_age(record.results.get("ended")) for record in runs)
+        return {age: counts[age] for age in ("before", "after", "undated")}
+
+
+def _age(ended: str | None) -> str:
+    try:
+        when = datetime.fromisoformat(ended or "")
+        return "before" if when < claim_data()["rules"]["date"] else "after"
+    except (TypeError, ValueError):  # no date, or one without a time zone
+        return "undated"
+
+
+def collect(paths: Sequence[Path]) -> Collection:
+    """Read folders, searched for studies, runs and benchmark records, and files of `oelm bench --json`."""
+    found, seen = Collection(), set[Path]()
+    for path in paths:
+        if path.is_dir():
+            _search(path, found, seen)
+        elif not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            found.benchmarks.append(Benchmark(path.name, read_record(path)))
+    if not found.analyses and not found.benchmarks:
+        why = f" ({found.left_out[0]})" if found.left_out else ""
+        names = ", ".join(map(str, paths))
+        raise UserError(f"no study, run or record of oelm bench that can be used in {names}{why}")
+    return found
+
+
+def _search(folder: Path, found: Collection, seen: set[Path]) -> None:
+    """Add what is below a folder; `seen` holds the studies, runs and files that were read before."""
+    studies = [path.parent.resolve() for path in sorted(folder.rglob("study.toml"))]
+    for study in dict.fromkeys(studies):
+        if study not in seen and any(study.rglob("results.json")):
+            try:
+                found.analyses.append(analyse(study))
+                found.left_out += map(str, found.analyses[-1].damaged)
+            except UserError as error:
+                found.left_out.append(str(error))
+    seen.update(studies)
+    damaged: list[Notice] = []
+    records = [record for record in find_records(folder, damaged) if not _read(record.folder, seen)]
+    if records:
+        found.analyses.append(analyse_records(records, None, title=folder.resolve().name))
+    if not studies:  # or they have been named above
+        found.left_out += map(str, damaged)
+    seen.update(record.folder.resolve() for record in records)
+    for path in sorted(folder.rglob("*.json")):
+        if not _read(path, seen):
+            with contextlib.suppress(UserError):  # some other JSON file
+                found.benchmarks.append(Benchmark(path.name, read_record(path)))
+            seen.add(path.resolve())
+
+
+def _read(path: Path, seen: set[Path]) -> bool:
+    return not seen.isdisjoint((path.resolve(), *path.resolve().parents))

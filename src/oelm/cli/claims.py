@@ -1,0 +1,74 @@
+"""The verb claims: verdicts on the published claims."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oelm.cli import options
+from oelm.system.terminal import console, say
+
+if TYPE_CHECKING:
+    from oelm.claims.collect import Collection
+    from oelm.claims.verdicts import Verdict
+
+
+def claims(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Studies, runs, records of oelm bench --json.")
+    ],
+    lang: options.Lang = "en",
+    as_json: options.AsJson = False,
+    plugin: options.Plugin = None,
+) -> None:
+    """Judge the published claims C1 to C10 on any number of studies, runs and benchmark records together.
+
+    Folders are searched for all three. Examples: oelm claims studies benchmarks;
+    oelm claims studies/imdb bench.json --json
+    """
+    from oelm.claims.collect import collect
+    from oelm.claims.data import claim_data
+    from oelm.claims.verdicts import judge
+    from oelm.study.report.view import Words
+
+    Words(lang)  # refuses a language that does not exist
+    found = collect(paths)
+    verdicts = judge(found.analyses, found.benchmarks)
+    if as_json:
+        rules = claim_data()["rules"] | {"date": claim_data()["rules"]["date"].isoformat()}
+        answer = {"rules": rules, "runs": found.ages, "left_out": found.left_out}
+        answer["studies"] = [analysis.title for analysis in found.analyses]
+        answer["benchmarks"] = [benchmark.name for benchmark in found.benchmarks]
+        answer["claims"] = [asdict(verdict) for verdict in verdicts]
+        say(json.dumps(answer, indent=1, ensure_ascii=False))
+        return
+    show(found, verdicts, lang)
+
+
+def show(found: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
+    """Print what was judged, then each claim with its verdict, number and reason, in 80 columns."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from oelm.claims.data import claim_data, format_number, sentence
+
+    place = ("en", "zh").index(lang)
+    rules, ages = claim_data()["rules"], found.ages
+    counts = {"studies": len(found.analyses), "benchmarks": len(found.benchmarks), "runs": sum(ages.values())}
+    screen = console(width=80, highlight=False, markup=False, emoji=False)
+    dated = {"date": f"{rules['date']:%Y-%m-%d}", "version": rules["version"]}
+    screen.print(Text(sentence("judged", **dated, **counts, **ages)[place]))
+    for problem in found.left_out:
+        screen.print(Text(sentence("left_out", problem=problem)[place]))
+    for verdict in verdicts:
+        head = f"\n{verdict.id:<4}{claim_data()['verdicts'][verdict.verdict][place]}"
+        if verdict.number is not None:
+            digits = verdict.unit in ("ratio", "settings")
+            values = (verdict.number, *(verdict.interval or ()))
+            shown = [f"{v:.3g}" if digits else format_number(v, verdict.unit, signed=False) for v in values]
+            ends = f" ({shown[1]} .. {shown[2]})" if verdict.interval else ""
+            head += f"   {shown[0]}{ends} {claim_data()['units'][verdict.unit][place]}   n = {verdict.n}"
+        screen.print(Text(head))
+        screen.print(Padding(Text(verdict.why_zh if place else verdict.why), (0, 0, 0, 4)))
