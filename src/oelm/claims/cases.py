@@ -256,5 +256,5 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     return Case(
         group.task, setting.model, analysis.title, part_name, part, part.threshold(group.kind), len(scores),
         unit, mean, interval, test, what, problem if problem[0] else None,
-        any(arm.collapsed(group.points) for arm in arms), scores, setting,
+        any(group.collapsed(runs) for arm in arms for runs in arm.by_lr), scores, setting,
     )  # fmt: skip
