@@ -28,7 +28,8 @@ PRELOAD = [
     "scipy.sparse.linalg",
     "sklearn.feature_extraction.text", "sklearn.linear_model", "transformers.models.auto.tokenization_auto",
 ]  # fmt: skip
-TIMES = ("train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s", "peak_memory_bytes")
+TIMES = ("train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s", "peak_memory_bytes",
+         "reports")  # fmt: skip
 
 # Dropout draws random numbers, accumulation splits batches, and saves fall on steps without an evaluation.
 RUN: dict[str, Any] = {
