@@ -220,7 +220,8 @@ def test_learning_rates_and_trivial_baselines_are_the_second_sentence(study):
 
 def test_everything_asked_for_is_on_the_page(page):
     for heading in ("Results", "Learning rates and learning curves", "How certain this is", "Warnings",
-                    "Time, memory, parameters", "Training in detail", "Raw values", "How to repeat it"):  # fmt: skip
+                    "Time, memory, parameters", "Training in detail", "Raw values",
+                    "How to repeat it"):  # fmt: skip
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "over items only", "from items", "within 1 of the best",
                   "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",

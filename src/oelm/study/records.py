@@ -233,7 +233,7 @@ class Record:
         return [point for point in points if is_number(point["step"]) and is_number(point["loss"])]
 
     def metric_lines(self, containing: str = "", last: int | None = None) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl (with this text, the `last` so many), without those a crash cut short."""
+        """The lines of metrics.jsonl (with this text, the `last` so many) that no crash cut short."""
         try:
             text = read_file(self.folder / "metrics.jsonl", most=1 << 34).decode("utf-8", "replace")
         except (FileNotFoundError, UserError):
