@@ -70,6 +70,10 @@ def _loss(value: float | None) -> str:
     return numbers.fixed(value, 4)
 
 
+def _score(view: View, group: Group, value: float | None) -> str:
+    return view.value(group, value, 2 if group.kind == "share" else 1)
+
+
 def _per_cent(value: float | None) -> str:
     return numbers.signed(None if value is None else 100 * value, 2)
 
@@ -84,7 +88,7 @@ def _history(view: View, group: Group, course: Course) -> Table:
     rows = []
     for row in with_improvement(_spread(course.history, published)):
         cells = [_step(row), _loss(row.get("loss"))]
-        cells += [view.value(group, row.get(metric), 2)] if metric else []
+        cells += [_score(view, group, row.get(metric))] if metric else []
         cells.append(_per_cent(row.get("improvement")))
         theirs = published.get(row["step"], {})
         cells += [_published(view, group, name, theirs.get(name)) for name in beside]
@@ -95,7 +99,7 @@ def _history(view: View, group: Group, course: Course) -> Table:
 
 
 def _published(view: View, group: Group, name: str, value: float | None) -> str:
-    return _loss(value) if name == "loss" else view.value(group, value, 2)
+    return _loss(value) if name == "loss" else _score(view, group, value)
 
 
 def _metric_head(view: View, group: Group) -> str:
@@ -157,7 +161,7 @@ def _fit(view: View, group: Group, found: list[Course]) -> Table | None:
         if "best_step" not in fit:
             continue
         values = [fit.get(f"{split}_{measure}") for split in ("training", "validation")]
-        texts = [view.value(group, value, 2) if perplexity else _loss(value) for value in values]
+        texts = [_score(view, group, value) if perplexity else _loss(value) for value in values]
         word = words(f"training.fit_{fit['overfitting']}", rise=_per_cent(fit["rise"]))
         rows.append([_named(view, group, course), *texts, _step(fit, "best_step"), word])
     return make_table(head, rows, _title(view, group, "fit"), left=(0, -1)) if rows else None
