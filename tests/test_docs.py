@@ -59,7 +59,7 @@ def test_the_page_on_pretrained_models(oelm_cli, world, save):  # noqa: F811
         assert results["parameters"]["frozen"] > 0 and results["architecture"] in ("bert", name)
     for name, line in {"ner": "the film", "answers": "who?\ta dog and a cat", "t5": "the dog"}.items():
         (world / "line.txt").write_text(f"{line}\n")
-        assert oelm_cli("predict", f"runs/{name}", "--file", "line.txt")[0] == 0
+        assert oelm_cli("predict", f"runs/{name}", "line.txt")[0] == 0
 
 
 def test_every_method_it_names_is_a_preset():
