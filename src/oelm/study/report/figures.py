@@ -170,9 +170,8 @@ def _losses(course: Course) -> dict[int, float]:
 def _paint_histories(view: View, group: Group, axes: Any) -> None:
     for course in courses(group):
         losses, place = _losses(course), view.colours[course.method]
-        theirs = {
-            step: row["loss"] for step, row in course.published.get("history", {}).items() if "loss" in row
-        }
+        points, last = course.published.get("history", {}), max(losses, default=0)
+        theirs = {step: row["loss"] for step, row in points.items() if "loss" in row and step <= last}
         style = _line(view, group, course.method) | ({"marker": None} if len(losses) > 12 else {})
         axes.plot(list(losses), list(losses.values()), **style)
         axes.plot(list(theirs), list(theirs.values()), _mark(place), color=_colour(place), mfc="none", ms=5)

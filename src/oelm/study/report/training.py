@@ -144,9 +144,9 @@ def _last_phase(view: View, group: Group, course: Course) -> Table:
     return make_table(head, rows, _title(view, group, "last_phase", course), left=())
 
 
-def _rate(lr: float | None) -> str:
-    """Three figures: a schedule's learning rates have many."""
-    return numbers.learning_rate(None if lr is None else float(f"{lr:.3g}"))
+def _rate(value: float | None) -> str:
+    """A small number with three figures: a schedule's learning rates have many."""
+    return numbers.learning_rate(None if value is None else float(f"{value:.3g}"))
 
 
 def _fit(view: View, group: Group, found: list[Course]) -> Table | None:
@@ -208,6 +208,9 @@ def _parameters(view: View, group: Group, found: list[Course]) -> Table:
 def _sizes(counts: Row, efficiency: Row, ratios: Sequence[str]) -> list[str]:
     texts = [numbers.count(counts.get(name)) for name in ("total", "trainable", "frozen")]
     texts.append(numbers.fixed(100 * counts["frozen_share"], 1) if counts else numbers.NOTHING)
-    formats = {"perplexity": "{:.2f}", "per_parameter": "{:.2e}", "per_hour": "{:.3g}"}
-    values = {name: efficiency.get(name) for name in ratios}
-    return texts + [numbers.NOTHING if v is None else formats[name].format(v) for name, v in values.items()]
+    show = {
+        "perplexity": lambda v: numbers.fixed(v, 2),
+        "per_parameter": _rate,
+        "per_hour": numbers.significant,
+    }
+    return texts + [show[name](efficiency.get(name)) for name in ratios]
