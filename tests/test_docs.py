@@ -3,6 +3,7 @@
 docs/reports.md: its commands, options, methods, models and experiments exist.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,8 @@ from oelm.cli.main import app
 from oelm.config import resolve_config
 from oelm.models.gpt_sizes import SIZES
 from oelm.study.catalogue import list_experiments
+from tests.data.made import ciphers
+from tests.data.test_own_shapes import conll, questions, squad
 from tests.models.test_pretrained import oelm_cli, save, world  # noqa: F401 - fixtures
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,10 +30,15 @@ def blocks(language):
 
 
 def test_the_page_on_pretrained_models(oelm_cli, world, save):  # noqa: F811
-    save("bert-base-uncased")
+    for name, family in {"bert-base-uncased": "bert", "t5-small": "t5", "facebook/bart-base": "bart"}.items():
+        save(name, family)
     (world / "my.csv").write_text((world / "three.csv").read_text())
+    (world / "ner.conll").write_text(conll()[0])
+    (world / "questions.json").write_text(json.dumps(squad(questions())))
+    texts = ciphers(world / "articles.csv", 60).read_text()
+    (world / "articles.csv").write_text(texts.replace("source,target", "article,summary"))
     commands = [line for block in blocks("sh") for line in block.splitlines()]
-    assert len(commands) == 5
+    assert len(commands) == 9
     for command in commands:
         words = shlex.split(command)[1:]
         if words[0] == "train":
@@ -44,6 +52,14 @@ def test_the_page_on_pretrained_models(oelm_cli, world, save):  # noqa: F811
         world / "runs" / "probe" / "model"
     )
     assert plain.config.num_labels == 3
+    metric = {"ner": "entity_f1", "answers": "f1", "t5": "f1", "bart": "f1"}
+    for name in metric:
+        results = json.loads((world / "runs" / name / "results.json").read_text())
+        assert results["metric"] == metric[name] and 0 <= results["test"]["metrics"][metric[name]] <= 1
+        assert results["parameters"]["frozen"] > 0 and results["architecture"] in ("bert", name)
+    for name, line in {"ner": "the film", "answers": "who?\ta dog and a cat", "t5": "the dog"}.items():
+        (world / "line.txt").write_text(f"{line}\n")
+        assert oelm_cli("predict", f"runs/{name}", "line.txt")[0] == 0
 
 
 def test_every_method_it_names_is_a_preset():

@@ -20,7 +20,7 @@ from oelm.models.gpt_sizes import size_name
 from oelm.system.files import read_file
 
 T = TypeVar("T")
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")  # of a user's own file
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".conll", ".txt")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 

@@ -1,5 +1,6 @@
 """docs/data.md: every command and the program in it run as they stand."""
 
+import json
 import re
 import shlex
 import sys
@@ -9,7 +10,9 @@ import pytest
 
 from oelm.cli import main as cli
 from tests.data.made import ciphers, labelled
+from tests.data.test_own_shapes import conll, questions, squad
 
+OWN = (".csv", ".conll", ".json")  # files of one's own
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
 
@@ -33,8 +36,10 @@ def test_the_commands_for_a_file_and_the_program(tmp_path: Path, monkeypatch: py
     labelled(tmp_path / "my.csv", 400)
     texts = ciphers(tmp_path / "articles.csv", 100).read_text()
     (tmp_path / "articles.csv").write_text(texts.replace("source,target", "article,summary"))
-    commands = [command for command in _commands() if ".csv" in command]
-    assert len(commands) == 4
+    (tmp_path / "ner.conll").write_text(conll()[0])
+    (tmp_path / "questions.json").write_text(json.dumps(squad(questions())))
+    commands = [command for command in _commands() if any(suffix in command for suffix in OWN)]
+    assert len(commands) == 6
     for command in commands:
         assert _run(command, monkeypatch) == 0, command
     for program in _blocks("python"):
@@ -42,7 +47,7 @@ def test_the_commands_for_a_file_and_the_program(tmp_path: Path, monkeypatch: py
 
 
 def test_the_commands_for_tasks(data_dir: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = [command for command in _commands() if ".csv" not in command]
+    commands = [command for command in _commands() if not any(suffix in command for suffix in OWN)]
     assert len(commands) == 4
     for command in commands:
         assert _run(command, monkeypatch) == 0, command

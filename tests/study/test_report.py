@@ -223,14 +223,15 @@ def test_learning_rates_and_trivial_baselines_are_the_second_sentence(study):
 
 def test_everything_asked_for_is_on_the_page(page):
     for heading in ("Results", "Learning rates and learning curves", "How certain this is", "Warnings",
-                    "Time, memory, parameters", "Raw values", "How to repeat it"):  # fmt: skip
+                    "Time, memory, parameters", "Training in detail", "Raw values",
+                    "How to repeat it"):  # fmt: skip
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "over items only", "from items", "within 1 of the best",
                   "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
                   "baseline, published", "IMDB-oelm: one run, lr 0.001, on test; differs in",
                   "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
-    assert page.tags.count("svg") == page.tags.count("desc") == 3  # forest, rates, curves
+    assert page.tags.count("svg") == page.tags.count("desc") == 4  # forest, rates, curves, histories
 
 
 def test_the_numbers_in_the_files_are_those_of_the_analysis(study, page):

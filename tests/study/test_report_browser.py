@@ -22,6 +22,7 @@ LONG = "a-task-with-a-name-longer-than-any-phone-is-wide-" * 3 + "<b>|$x$"
 HARNESS = """<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
 const page = %(page)s, widths = %(widths)s, found = [];
 function look(frame, width) {
+  frame.contentDocument.querySelectorAll("details").forEach((e) => { e.open = true; });
   const doc = frame.contentDocument, root = doc.documentElement, view = frame.contentWindow;
   const shown = (e) => { const b = e.getBoundingClientRect(); return [b.left, b.right, b.height]; };
   return {

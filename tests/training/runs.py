@@ -30,7 +30,7 @@ PRELOAD = [
 ]  # fmt: skip
 TIMES = (
     "ended", "train_time_s", "eval_time_s", "watch_time_s", "total_time_s", "texts_per_s",
-    "peak_memory_bytes",
+    "peak_memory_bytes", "reports",
 )  # fmt: skip
 
 # Dropout draws random numbers, accumulation splits batches, and saves fall on steps without an evaluation.

@@ -76,7 +76,10 @@ Gpu = Annotated[
 STUDY_OUT = typer.Option(help="The study's folder; an unfinished one is resumed.", callback=new_folder)
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
 Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
-Kind = Annotated[str | None, typer.Option(help="Kind of task of a file: classification, regression, ...")]
+Kind = Annotated[
+    str | None,
+    typer.Option(help="Kind of task of a file: classification, regression, token-classification, ..."),
+]
 Plugin = Annotated[
     list[str] | None,
     typer.Option(

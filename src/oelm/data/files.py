@@ -1,4 +1,4 @@
-"""Reading tables row by row: Parquet, CSV, TSV and JSON lines, in chunks, with bounded memory.
+"""Reading tables row by row: Parquet, CSV, TSV and JSON lines in chunks, with bounded memory; JSON and CoNLL.
 
 A file that cannot be read as what its name says is refused in one line that names the file and the row.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,6 +163,77 @@ class JsonlSource(TextSource):
         return record
 
 
+class JsonSource(TextSource):
+    """One JSON value: a list of objects, or {"data": [...]} with such a list or SQuAD's nested documents."""
+
+    def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
+        try:
+            value = json.load(file)
+        except (ValueError, RecursionError) as error:
+            hint = "for one object per line, name the file .jsonl"
+            raise UserError(f"{self.name} is not JSON: {first_line(error)} ({hint})") from None
+        rows = value.get("data") if isinstance(value, dict) else value
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise UserError(f'{self.name}: a list of objects, or {{"data": [...]}} with one, was expected')
+        nested = [row for row in rows if "paragraphs" in row]
+        records = iter(self._questions(nested) if nested else rows)
+        for first in count(0, CHUNK_ROWS):
+            if not (some := list(islice(records, CHUNK_ROWS))):
+                return
+            for number, record in enumerate(some, first):
+                if missing := [column for column in columns if column not in record]:
+                    there = ", ".join(map(str, record))
+                    raise UserError(f"{self.where(number)} has no {missing[0]!r}; it has: {there}")
+            yield {column: [record[column] for record in some] for column in columns}
+
+    def _questions(self, documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The questions of SQuAD's own files, one row each, as the hub has them."""
+        try:
+            for paragraph in (paragraph for document in documents for paragraph in document["paragraphs"]):
+                for asked in paragraph["qas"]:
+                    right = {
+                        key: [answer[key] for answer in asked["answers"]] for key in ("text", "answer_start")
+                    }
+                    yield {"question": asked["question"], "context": paragraph["context"], "answers": right}
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.name}: SQuAD's form is data > paragraphs > context and qas > question and answers, "
+                f"each with text and answer_start; here is something else ({first_line(error)})"
+            ) from None
+
+
+class ConllSource(TextSource):
+    """CoNLL's columns: a word and its tags a line, the last of them the tag; a blank line ends a sentence."""
+
+    def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
+        self._require(["tokens", "tags"], columns)
+        sentences = self._sentences(file)
+        while some := list(islice(sentences, CHUNK_ROWS)):
+            named = {"tokens": [words for words, _ in some], "tags": [tags for _, tags in some]}
+            yield {column: named[column] for column in columns}
+
+    def _sentences(self, file: IO[str]) -> Iterator[tuple[list[str], list[str]]]:
+        words: list[str] = []
+        tags: list[str] = []
+        width = None
+        for number, line in enumerate(chain(file, [""]), 1):
+            fields = line.split()
+            if not fields or fields[0] == "-DOCSTART-":
+                if words:
+                    yield words, tags
+                words, tags = [], []
+                continue
+            width = width or len(fields)
+            if len(fields) != width or width < 2:
+                wanted = "a word and its tag were expected" if width < 2 else f"the first line has {width}"
+                raise UserError(f"{self.name}, line {number}: {len(fields)} columns; {wanted}")
+            words.append(fields[0])
+            tags.append(fields[-1])
+
+    def where(self, row: int) -> str:
+        return f"{self.name}, sentence {row + 1}"
+
+
 def open_file(path: str | Path) -> Source:
     """The reader for a user's file, by its name."""
     path = Path(path)
@@ -174,6 +245,7 @@ def open_file(path: str | Path) -> Source:
         raise UserError(f"{path} cannot be read: permission denied")
     readers: dict[str, type[ParquetSource | TextSource]]
     readers = {".parquet": ParquetSource, ".jsonl": JsonlSource, ".csv": CsvSource, ".tsv": CsvSource}
+    readers |= {".json": JsonSource, ".conll": ConllSource, ".txt": ConllSource}
     if (suffix := path.suffix.lower()) not in readers:
         raise UserError(f"{path}: cannot tell what kind of file this is; name it {' or '.join(SUFFIXES)}")
     return readers[suffix](path)

@@ -132,8 +132,8 @@ def load_file(
     split_seed: int = 0,
     hold_out: bool = True,
 ) -> Dataset:
-    """A user's CSV, TSV, JSONL or Parquet file as a task of a `kind`: by default classification or, with
-    `target`, writing that column for the text (seq2seq). `metric`: another than the kind's usual one decides.
+    """A user's file as a task of a `kind`: by default classification or, with `target`, writing that column
+    for the text (seq2seq). `metric`: another than the kind's usual one decides.
 
     Validation and (without a test file) test parts are split off, stratified by class or in whole groups of
     equal sources; which rows they take depends on the texts and `split_seed`, not on the order of the rows.
@@ -160,12 +160,12 @@ def load_file(
         identity["metric"] = metric
     dataset = Dataset(Path(path).stem, of.name, parts, metric or of.metric, [], identity, held_out=held)
     for part in parts:
-        data.survey(dataset, part, whole_pairs=text_pair is not None)
+        data.survey(dataset, part, whole_pairs=text_pair is not None or (of.by_source and not of.writes))
         if not len(part.keys):
             raise UserError(f"{part.source.name} has no rows")
     of.read_file(dataset, len(held) + 1)
     for role, share in held.items():
-        data.hold_out(dataset, role, share, split_seed, "text" if of.writes else None)
+        data.hold_out(dataset, role, share, split_seed, "text" if of.by_source else None)
     if train_size is not None:
         data.cut_train(dataset, train_size, split_seed)
     data.finish(dataset)

@@ -17,7 +17,7 @@ from typing import Any
 from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.records import Record, read_record
+from oelm.study.records import LAST_POINTS, Record, read_record
 from oelm.system.files import folder_beside, read_json, sync_folder, write_json, write_text
 from oelm.system.messages import Notice
 from oelm.training.predictions import publish_predictions
@@ -144,10 +144,12 @@ def _without(value: Any, paths: Iterable[str]) -> Any:
 
 
 def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All evaluations, and at most CURVE of the training lines with the keys that a curve needs."""
+    """All evaluations; of the training lines CURVE and the last, with the keys that a curve needs."""
     training = [place for place, entry in enumerate(entries) if entry.get("kind") == "train"]
-    kept = {*training[::-1][:: -(-len(training) // CURVE) or 1]}
+    last = {*training[-LAST_POINTS:]}  # a report shows these: they stay exact
+    kept = {*training[::-1][:: -(-len(training) // CURVE) or 1]} | last
     for place in kept:
         values = {key: entries[place][key] for key in CURVE_KEYS if key in entries[place]}
-        entries[place] = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        entries[place] = values if place in last else short
     return [entry for place, entry in enumerate(entries) if entry.get("kind") != "train" or place in kept]

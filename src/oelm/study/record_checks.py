@@ -10,8 +10,8 @@ LARGEST = 1e18  # of any number in a record
 STATUSES = ("completed", "interrupted", "failed")
 # The types of keys that are there.
 RESULTS = {
-    "text": ("status", "task", "metric", "model", "precision", "architecture", "ended"),
-    "number": ("samples", "train_time_s", "total_time_s", "peak_memory_bytes"),
+    "text": ("status", "task", "metric", "model", "precision", "architecture", "ended", "experiment"),
+    "number": ("samples", "train_time_s", "eval_time_s", "total_time_s", "peak_memory_bytes"),
     "list": ("warnings",),
     "object": ("references", "parameters", "arithmetic"),
 }

@@ -30,6 +30,8 @@ FILES = (
     "freeze_audit.json", "predictions.npz",
 )  # fmt: skip
 
+LAST_POINTS = 10  # of the training log: the last phase
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -198,8 +200,12 @@ class Record:
     @property
     def validation(self) -> float | None:
         """The best score on validation; None for a run that failed, or chose on another split."""
-        best = self.results.get("best") or {}
-        return self._score(best if best.get("split") == "validation" else None)
+        return self.best if (self.results.get("best") or {}).get("split") == "validation" else None
+
+    @property
+    def best(self) -> float | None:
+        """The best score on the split that choices were made on."""
+        return self._score(self.results.get("best"))
 
     @property
     def test(self) -> float | None:
@@ -230,26 +236,38 @@ class Record:
             and isinstance(entry.get("split"), str)
         ]
 
-    def metric_lines(self, containing: str = "") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl (with this text); lines that a crash cut short are left out."""
+    @cached_property
+    def last_points(self) -> list[dict[str, Any]]:
+        """The last lines of the training log: step, loss and lr, as far as they are numbers."""
+        entries = self.metric_lines(containing='"train"', last=LAST_POINTS)
+        entries = [entry for entry in entries if entry.get("kind") == "train"]
+        points = [{key: entry.get(key) for key in ("step", "loss", "lr")} for entry in entries]
+        return [point for point in points if is_number(point["step"]) and is_number(point["loss"])]
+
+    def metric_lines(self, containing: str = "", last: int | None = None) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl (with this text, the `last` so many) that no crash cut short."""
         try:
             text = read_file(self.folder / "metrics.jsonl", most=1 << 34).decode("utf-8", "replace")
         except (FileNotFoundError, UserError):
             return []
         entries = []
-        for line in text.splitlines():
-            if containing in line:
-                with contextlib.suppress(ValueError, RecursionError):
-                    entries.append(json.loads(line))
+        for line in [line for line in text.splitlines() if containing in line][-(last or 0) :]:
+            with contextlib.suppress(ValueError, RecursionError):
+                entries.append(json.loads(line))
         return [entry for entry in entries if isinstance(entry, dict)]
 
     @cached_property
+    def timing(self) -> dict[str, Any]:
+        """timing_stats.json; nothing where it cannot be read."""
+        with contextlib.suppress(UserError):
+            return read_object(self.folder / "timing_stats.json")
+        return {}
+
+    @property
     def step_time(self) -> float | None:
         """Median seconds of a step, if timing_stats.json has it."""
-        with contextlib.suppress(UserError):
-            seconds: Any = read_object(self.folder / "timing_stats.json").get("median_s")
-            return float(seconds) if is_number(seconds) else None
-        return None
+        seconds: Any = self.timing.get("median_s")
+        return float(seconds) if is_number(seconds) else None
 
     @cached_property
     def parameter_roots(self) -> Counter[str]:

@@ -31,6 +31,7 @@ from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
+from oelm.training.step_clock import StepClock
 from oelm.training.stopping import stopping
 
 SAVE_AFTER = 60.0  # seconds, where `training.save_every` is not given
@@ -129,7 +130,7 @@ def _steps(run: Run, plan: Plan) -> None:
     training, progress = run.config.training, run.progress
     run.step.model.train()
     recent: list[Taken] = []
-    started = time.perf_counter()
+    started, clock = time.perf_counter(), StepClock(run.state.device)
     timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
         if progress.step >= run.resolved.total_steps or progress.stopped_early:
@@ -146,13 +147,15 @@ def _steps(run: Run, plan: Plan) -> None:
             stops = logs and parallel.anyone(stops, run.state)
         if due or saves or stops:
             run.step.sync()  # here, where its time is training's
+        clock.step_done()
         if logs or due or saves or stops:
             steps = len(recent)
             value = _check_finite(run, recent)
             elapsed = time.perf_counter() - started
             progress.train_time_s += elapsed
+            seconds = clock.read()
             if progress.step - steps >= timed_from:
-                run.step_times.append((elapsed / steps, steps))
+                run.step_times += seconds
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
@@ -163,6 +166,7 @@ def _steps(run: Run, plan: Plan) -> None:
             raise Interrupted(run.stop.reason or notice("stop.other_process"))
         if not recent:
             started = time.perf_counter()
+            clock.start()
 
 
 def _saves(run: Run, logs: bool) -> bool:
@@ -312,8 +316,9 @@ def _finish(run: Run) -> dict[str, Any]:
         return {}
     folder = run.folder
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": run.before.to_dict()})
-    folder.write("timing_stats.json", results.timing(run.step_times, run.progress.eval_time_s))
-    final = results.completed(run, tested.metrics if tested else None)
+    timing = results.timing(run.step_times, run.progress.eval_time_s)
+    folder.write("timing_stats.json", timing)
+    final = results.completed(run, tested.metrics if tested else None, timing)
     if tested:
         write_predictions(folder.path, tested.arrays)
         results.save_model(run, final, weights)

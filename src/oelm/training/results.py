@@ -64,17 +64,42 @@ def _speed(device: torch.device) -> float:
     return 2 * size**3 / best
 
 
-def timing(step_times: list[tuple[float, int]], eval_time_s: float) -> dict[str, Any]:
-    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count. Time
-    is taken where the loop waits for the device anyway, so each value is the mean of a few steps."""
-    found: dict[str, Any] = {"steps_measured": sum(steps for _, steps in step_times)}
+def timing(step_times: list[float], eval_time_s: float) -> dict[str, Any]:
+    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
+    `every_step`: each step was timed, where older records have means over the steps between two log lines."""
+    found: dict[str, Any] = {"steps_measured": len(step_times), "every_step": True}
     if step_times:
-        seconds, steps = zip(*step_times, strict=True)
-        found |= {"mean_s": statistics.fmean(seconds, steps), "median_s": statistics.median(seconds)}
+        found |= {"mean_s": statistics.fmean(step_times), "median_s": statistics.median(step_times)}
     return found | {"validation_time_s": round(eval_time_s, 3)}
 
 
-def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]:
+# The names of the published reports' files -> where results.json has the same (docs/reports.md).
+REPORTS_KEYS = {
+    "model_type": "method", "dataset": "task", "max_lr": "lr", "best_epoch": "best.epoch",
+    "best_accuracy": "best.metrics.accuracy", "final_val_accuracy": "final.metrics.accuracy",
+    "best_val_loss": "best.metrics.loss", "final_val_loss": "final.metrics.loss",
+    "final_perplexity": "best.metrics.perplexity", "total_time": "total_time_s",
+    "total_params": "parameters.total", "trainable_params": "parameters.trainable",
+    "frozen_params": "parameters.frozen",
+}  # fmt: skip
+# -> where results.json or timing_stats.json has it.
+REPORTS_TIMING = {
+    "mean_step_time": "mean_s", "median_step_time": "median_s", "num_steps_measured": "steps_measured",
+    "total_wall_time": "total_time_s", "pure_training_time": "train_time_s",
+    "total_validation_time": "validation_time_s",
+}  # fmt: skip
+
+
+def in_reports_words(found: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
+    """The results under the names of the published reports, whose accuracies are in per cent."""
+    values = flat(found) | timing
+    named = {name: values[key] for name, key in REPORTS_KEYS.items() if key in values}
+    named |= {name: 100 * value for name, value in named.items() if name.endswith("accuracy")}
+    times = {name: values[key] for name, key in REPORTS_TIMING.items() if key in values}
+    return named | {"timing_stats": times}
+
+
+def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str, Any]) -> dict[str, Any]:
     """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
     progress, metric, best = run.progress, run.objective.metric, run.progress.best or {}
     split = best["split"] if test_metrics is None else "test"
@@ -87,7 +112,7 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
             progress.warn(notice("training.behind_baseline", **values, name=name, baseline=reference))
     if progress.at_chance:
         progress.warn(notice("training.at_chance"))
-    return {
+    found = {
         **_common(run, "completed"),
         "best": best,
         "final": progress.final,
@@ -95,6 +120,7 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None) -> dict[str, Any]
         "references": references,
         "warnings": [warning.to_dict() for warning in progress.warnings],
     }
+    return found | {"reports": in_reports_words(found, timing)}
 
 
 def unfinished(run: "Run", status: str, error: BaseException) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Run:
     stop: Stop
     log: MetricsLog | None = None  # of the main process
     trackers: list[Any] = field(default_factory=list)
-    step_times: list[tuple[float, int]] = field(default_factory=list)  # seconds per step, over so many steps
+    step_times: list[float] = field(default_factory=list)  # seconds of each step
     saved_at: float = field(default_factory=time.monotonic)  # or when the process started
 
     @property

@@ -159,6 +159,7 @@ class TaskKind(ABC):
 
     class_labels = False  # every text has one class: class weights, chance level, zero-shot
     stream = False  # a corpus: one stream of tokens, cut into windows of max_length when it is read
+    by_source = False  # an item needs all its texts, and items with the same first one stay in one split
     writes = False  # a target is written for a source: both are needed, equal sources are duplicates
     predicts_tokens = False  # the logits are over the vocabulary
     smooths = True  # its labels can be smoothed

@@ -21,7 +21,16 @@ from oelm.data.assemble import PADDED, Array, Batch, Layout
 from oelm.data.dataset import Dataset, Part
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import Measured, Objective, Reader, Splits, TaskKind, pair_fault, write_items
+from oelm.data.tasks.base import (
+    Columns,
+    Measured,
+    Objective,
+    Reader,
+    Splits,
+    TaskKind,
+    pair_fault,
+    write_items,
+)
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
@@ -118,7 +127,15 @@ class QuestionAnswering(TaskKind):
     metric = "f1"
     objective = AnswerObjective
     reader = AnswerReader
+    by_source = True
     smooths = False
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        if (text, text_pair, label) != ("text", None, "label"):
+            raise UserError(
+                "question answering reads the columns question, context and answers; name no others"
+            )
+        return {"question": "question", "context": "context", "answers": "answers"}
 
     def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
         return (row["context"], row["question"])
@@ -133,7 +150,8 @@ class QuestionAnswering(TaskKind):
             answers = [_answers(rows.part, row, context, right) for row, context, right in given]
             items = windows(encoder, questions, contexts, rows.ids, answers)
             groups = rows.part.numbers[rows.numbers][np.searchsorted(rows.ids, items["ids"])]
-            named = zip(rows.ids.tolist(), rows.columns["id"], contexts, answers, strict=True)
+            names = rows.columns.get("id") or map(str, rows.ids.tolist())
+            named = zip(rows.ids.tolist(), names, contexts, answers, strict=True)
             records = [
                 {"id": row, "name": name, "context": context, "answers": [context[a:b] for a, b in spans]}
                 for row, name, context, spans in named

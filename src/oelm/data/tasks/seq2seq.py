@@ -111,6 +111,7 @@ class Seq2Seq(TaskKind):
     metric = "f1"
     objective = Seq2SeqObjective
     reader = TargetReader
+    by_source = True
     writes = True
     predicts_tokens = True
 

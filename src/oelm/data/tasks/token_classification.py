@@ -15,10 +15,20 @@ from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import Baselines, Measured, Objective, Reader, Splits, TaskKind, write_items
+from oelm.data.tasks.base import (
+    Baselines,
+    Columns,
+    Measured,
+    Objective,
+    Reader,
+    Splits,
+    TaskKind,
+    write_items,
+)
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
+MOST_TAGS = 1000  # of a user's file, where they are numbers
 Entity = tuple[str, int, int]  # type, first place, place after the last
 
 
@@ -89,6 +99,33 @@ class TokenClassification(TaskKind):
     metric = "token_accuracy"
     objective = TaggingObjective
     reader = TagReader
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        if text_pair:
+            raise UserError(
+                "tagging reads one column of words and one of tags; text_pair does not go with it"
+            )
+        return {"tokens": "tokens" if text == "text" else text, "tags": "tags" if label == "label" else label}
+
+    def read_file(self, dataset: Dataset, splits: int) -> None:
+        """Tags are words, or all of them numbers from 0."""
+        tags: set[str | int] = set()
+        for part in dataset.parts:
+            for first, chunk in part.rows():
+                for row, (words, named) in enumerate(zip(chunk["tokens"], chunk["tags"], strict=True), first):
+                    lists = isinstance(words, list) and isinstance(named, list)
+                    if words is not None and not (lists and all(isinstance(tag, str | int) for tag in named)):
+                        raise UserError(
+                            f"{part.source.where(row)}: tagging needs a list of words and a list of tags, as "
+                            ".conll, .jsonl and .parquet files can hold"
+                        )
+                    tags.update(named if words else ())
+        numbers = [tag for tag in tags if isinstance(tag, int)]
+        if numbers and (len(numbers) < len(tags) or not 0 <= min(numbers) <= max(numbers) < MOST_TAGS):
+            raise UserError(
+                f"{dataset.name}: tags must all be words, or all numbers from 0 to {MOST_TAGS - 1}"
+            )
+        dataset.label_names = [str(i) for i in range(max(numbers) + 1)] if numbers else sorted(map(str, tags))
 
     def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
         return (" ".join(row["tokens"]),)

@@ -10,6 +10,7 @@ from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table
 from oelm.study.report.notices import Listed, notices
+from oelm.study.report.training import training
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
 
@@ -25,6 +26,7 @@ def build(view: View, folder: str) -> Document:
         "across": _with_note(view, [tables.across(view)] if analysis.across else [], "across_note"),
         "claims": _claims(view),
         "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
+        "training": _training(view),
         "raw": _raw(view),
         "warnings": _warnings(view, warned),
         "repeat": _repeat(view, folder),
@@ -72,6 +74,11 @@ def _per_group(view: View, make: Callable[[View, Group], Table | None]) -> list[
 
 def _with_note(view: View, blocks: list[Block], note: str) -> list[Block]:
     return [*blocks, Paragraph(view.words(f"section.{note}"), tone="note")] if blocks else []
+
+
+def _training(view: View) -> list[Block]:
+    found = training(view)
+    return [*_present(figures.histories(view)), *found] if found else []
 
 
 def _certainty(view: View) -> list[Block]:

@@ -92,6 +92,8 @@ class Figures:
     kind: str = "figures"
 
 
+FOLDED = ("training",)  # sections that a reader opens: details that no verdict needs
+
 Block = Paragraph | Bullets | Table | Code | Figures
 
 
@@ -126,7 +128,7 @@ def _environment(html: bool) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"md": escape_markdown, "fence": fence}
-    environment.globals |= {"version": __version__, "style": Markup(_source("style.css"))}
+    environment.globals |= {"version": __version__, "folded": FOLDED, "style": Markup(_source("style.css"))}
     return environment
 
 

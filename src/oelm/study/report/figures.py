@@ -6,12 +6,14 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
+from oelm.study.history import Course, courses
 from oelm.study.report import numbers
 from oelm.study.report.document import Figure, Figures
 from oelm.study.report.view import View
@@ -108,7 +110,9 @@ def _paint_learning_rates(view: View, group: Group, axes: Any) -> None:
         if not known:
             continue
         shade = _colour(view.colours[arm.method])
-        axes.plot(list(known), [_shown(group, score) for score in known.values()], **_line(view, group, arm))
+        axes.plot(
+            list(known), [_shown(group, score) for score in known.values()], **_line(view, group, arm.method)
+        )
         for record in arm.trials:
             if record.validation is not None and len({r.seed for r in arm.trials}) > 1:
                 axes.plot(record.lr, _shown(group, record.validation), ".", color=shade, alpha=0.5)
@@ -146,7 +150,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> None:
             [_shown(group, pick(values)) for values in curve.values()] for pick in (min, fmean, max)
         )
         many = len(steps) > 12
-        axes.plot(steps, means, **_line(view, group, arm) | ({"marker": None} if many else {}))
+        axes.plot(steps, means, **_line(view, group, arm.method) | ({"marker": None} if many else {}))
         if len(steps) > 1:
             axes.fill_between(steps, lows, highs, color=shade, alpha=0.18, lw=0)
         else:
@@ -155,11 +159,33 @@ def _paint_curves(view: View, group: Group, axes: Any) -> None:
     axes.locator_params(axis="x", nbins=5)
 
 
-def _line(view: View, group: Group, arm: ArmResult) -> dict[str, Any]:
+def histories(view: View) -> Figures | None:
+    """The loss at every evaluation, and what was published for the same run."""
+    groups = [g for g in view.analysis.groups if any(_losses(course) for course in courses(g))]
+    return _facets(view, "histories", groups, _paint_histories, loss=True)
+
+
+def _losses(course: Course) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in course.history if "loss" in row}
+
+
+def _paint_histories(view: View, group: Group, axes: Any) -> None:
+    for course in courses(group):
+        losses, place = _losses(course), view.colours[course.method]
+        points, last = course.published.get("history", {}), max(losses, default=0)
+        theirs = {step: row["loss"] for step, row in points.items() if "loss" in row and step <= last}
+        style = _line(view, group, course.method) | ({"marker": None} if len(losses) > 12 else {})
+        axes.plot(list(losses), list(losses.values()), **style)
+        axes.plot(list(theirs), list(theirs.values()), _mark(place), color=_colour(place), mfc="none", ms=5)
+    axes.set_xlabel(view.words("figure.step"))
+    axes.locator_params(axis="x", nbins=5)
+
+
+def _line(view: View, group: Group, method: str) -> dict[str, Any]:
     """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
-    place = view.colours[arm.method]
+    place = view.colours[method]
     style: dict[str, Any] = {"color": _colour(place), "marker": _mark(place), "clip_on": False}
-    return style | ({"lw": 3.4, "ms": 7.5} if arm.method == group.reference_arm else {})
+    return style | ({"lw": 3.4, "ms": 7.5} if method == group.reference_arm else {})
 
 
 def _shown(group: Group, value: float) -> float:
@@ -167,9 +193,9 @@ def _shown(group: Group, value: float) -> float:
 
 
 def _facets(
-    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], None]
+    view: View, name: str, groups: list[Group], paint: Callable[[View, Group, Any], None], loss: bool = False
 ) -> Figures | None:
-    """One small figure for each setting, with the score's axis and a legend."""
+    """One small figure for each setting, with the score's axis (or the loss's) and a legend."""
     if not groups:
         return None
     title = view.words(f"figure.{name}")
@@ -183,9 +209,11 @@ def _facets(
 
         def fill(axes: Any, group: Group = group) -> None:
             paint(view, group, axes)
-            _scale(view, group, axes)
+            _scale(view, replace(group, metric="loss", kind="loss") if loss else group, axes)
+            if loss:
+                axes.set_title(view.words("metric.loss"), loc="left", x=-0.1, pad=8)
 
-        right = 0.5 if group.metric == "perplexity" else 0.2
+        right = 0.5 if group.metric == "perplexity" and not loss else 0.2
         figures.append(_draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
     return Figures(title, caption, figures, legend)
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oelm.claims.verdicts import judge
+from oelm.study.history import courses
 from oelm.study.records import Record, mean_of
 from oelm.study.report import tables
 from oelm.study.report.answer import answer
@@ -74,6 +75,7 @@ def _group(view: View, group: Group) -> dict[str, Any]:
         "references": group.trivial_baselines,
         "published": {experiment.id: value for experiment, value in view.published(group)},
         "arms": [_arm(group, arm) for arm in group.arms.values()],
+        "training": [course.to_plain() for course in courses(group)],
     }
 
 

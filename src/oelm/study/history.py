@@ -1,0 +1,178 @@
+"""How training went: histories, last phase, overfitting, time, parameters and efficiency of an arm's runs."""
+
+import contextlib
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from oelm.errors import UserError
+from oelm.study.catalogue import Experiment, get_experiment
+from oelm.study.record_checks import is_number
+from oelm.study.records import Record, mean_of
+from oelm.study.result_types import Group
+
+STEPS = (1_000, 10_000, 50_000)  # at which arms are compared, beside the last one
+RISE = 0.02  # of the validation loss above its lowest: less is called slight
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Course:
+    """Runs of one arm at one learning rate, one for each seed. Every number is a mean over them."""
+
+    method: str
+    lr: float
+    records: tuple[Record, ...]
+
+    @cached_property
+    def history(self) -> list[Row]:
+        """The evaluations that all runs made: step, metrics, and the improvement of the loss."""
+        points = [{"step": p["step"], **p["metrics"]} for record in self.records for p in record.curve]
+        return with_improvement(_means(points, len(self.records)))
+
+    @property
+    def split(self) -> str:
+        """The split of the history."""
+        return next((str(point["split"]) for record in self.records for point in record.curve), "validation")
+
+    @property
+    def at_steps(self) -> list[Row]:
+        """The newest evaluation at each of STEPS that was reached (`at`), and the last one."""
+        steps = [row["step"] for row in self.history]
+        if not steps:
+            return []
+        asked = [step for step in STEPS if steps[0] <= step < steps[-1]]
+        return [{"at": at, **self.history[bisect_right(steps, at) - 1]} for at in [*asked, steps[-1]]]
+
+    @property
+    def last_phase(self) -> list[Row]:
+        """The last points of the training log: step, loss of the batch, learning rate."""
+        return _means((point for record in self.records for point in record.last_points), len(self.records))
+
+    @property
+    def fit(self) -> Row:
+        """Training beside validation, and whether the loss on validation rose after its lowest point."""
+        rows = [row for row in self.history if "loss" in row]
+        training = fmean(losses) if (losses := [point["loss"] for point in self.last_phase]) else None
+        if not rows:
+            return {"training_loss": training, "overfitting": "unknown"}
+        best, last = min(rows, key=lambda row: (row["loss"], -row["step"])), rows[-1]
+        rise = last["loss"] / best["loss"] - 1 if best["loss"] > 0 else 0.0
+        found: Row = {"training_loss": training, "validation_loss": last["loss"]}
+        if training is not None and "perplexity" in last:
+            found |= {"training_perplexity": _exp(training), "validation_perplexity": last["perplexity"]}
+        learned = training is None or training < last["loss"]
+        word = "none" if rise <= 0 else "slight" if rise < RISE else "clear" if learned else "unstable"
+        found |= {"best_step": best["step"], "last_step": last["step"], "rise": rise}
+        return found | {"overfitting": word if len(rows) > 1 else "unknown"}
+
+    @property
+    def time(self) -> Row:
+        """Seconds: of all, of training, of validation, and of a step. `every_step`: each step was timed; in
+        older records the median is one of means over the steps between two lines of the log."""
+        timing = [record.timing for record in self.records]
+        names = {"total_s": "total_time_s", "training_s": "train_time_s", "validation_s": "eval_time_s"}
+        found: Row = {name: mean_of(self.records, key) for name, key in names.items()}
+        for name, key in (("step_mean_s", "mean_s"), ("step_median_s", "median_s")):
+            known: list[float] = [stats[key] for stats in timing if is_number(stats.get(key))]
+            found[name] = fmean(known) if known else None
+        return found | {"every_step": all(stats.get("every_step") is True for stats in timing)}
+
+    @property
+    def parameters(self) -> Row:
+        counts: Row = dict(self.records[0].results.get("parameters") or {})
+        return counts | {"frozen_share": counts["frozen"] / counts["total"]} if counts else {}
+
+    @property
+    def efficiency(self) -> Row:
+        """The best perplexity per trained parameter, and per hour of the run, as the reports have it."""
+        values = [value for record in self.records if (value := record.best) is not None]
+        if self.records[0].metric != "perplexity" or not values:
+            return {}
+        found: Row = {"perplexity": fmean(values)}
+        over = {"per_parameter": self.parameters["trainable"], "per_hour": (self.time["total_s"] or 0) / 3600}
+        return found | {name: found["perplexity"] / amount for name, amount in over.items() if amount}
+
+    @cached_property
+    def experiment(self) -> Experiment | None:
+        """The published experiment that the runs repeat, or started from."""
+        ids = {record.results.get("experiment") for record in self.records}
+        with contextlib.suppress(UserError):
+            return get_experiment(str(ids.pop())) if len(ids) == 1 and None not in ids else None
+        return None
+
+    @cached_property
+    def published(self) -> Row:
+        """The same numbers as published: `history` (step -> metrics, on the same split), `time`,
+        `parameters`, `efficiency`, `last_training_loss`; only what was published."""
+        if self.experiment is None:
+            return {}
+        given = self.experiment.published
+        history: dict[int, Row] = defaultdict(dict)
+        for name in ("loss", self.records[0].metric):
+            points = given.get("history" if name == "loss" else f"{name}_history", ())
+            for step, value in points if given.get("split") == self.split else ():
+                history[step][name] = value
+        times = {"total_s": given.get("time_s"), "validation_s": given.get("validation_time_s")}
+        times["step_mean_s"] = given.get("mean_seconds_per_step", given.get("seconds_per_step"))
+        times["step_median_s"] = given.get("median_seconds_per_step")
+        names = {"perplexity": "perplexity", "per_parameter": "perplexity_per_parameter"}
+        names["per_hour"] = "perplexity_per_hour"
+        counts = given.get("parameters", {})
+        found: Row = {
+            "experiment": self.experiment.id,
+            "history": dict(history),
+            "time": {name: seconds for name, seconds in times.items() if seconds is not None},
+            "parameters": counts | ({"frozen_share": counts["frozen"] / counts["total"]} if counts else {}),
+            "efficiency": {name: given[key] for name, key in names.items() if key in given},
+            "last_training_loss": given.get("last_training_loss"),
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def to_plain(self) -> Row:
+        names = ("method", "lr", "split", "history", "at_steps", "last_phase", "fit", "time", "parameters")
+        found = {name: getattr(self, name) for name in (*names, "efficiency", "published")}
+        return found | {"seeds": [record.seed for record in self.records]}
+
+
+def courses(group: Group) -> list[Course]:
+    """The measured runs of every arm (its trials, if nothing is measured yet), by learning rate."""
+    found = []
+    for arm in group.arms.values():
+        runs = arm.records or tuple(record for record in arm.trials if record.completed)
+        for lr in sorted({record.lr for record in runs}):
+            found.append(Course(arm.method, lr, tuple(record for record in runs if record.lr == lr)))
+    return found
+
+
+def with_improvement(rows: Sequence[Row]) -> list[Row]:
+    """The rows with `improvement`: by which share the loss fell since the row before."""
+    found = [dict(row) for row in rows]
+    for before, row in pairwise(found):
+        if before.get("loss") and "loss" in row:
+            row["improvement"] = 1 - row["loss"] / before["loss"]
+    return found
+
+
+def _means(points: Iterable[Row], runs: int) -> list[Row]:
+    """Step by step the mean of every number, for steps of which each run has a point."""
+    by_step: dict[int, list[Row]] = defaultdict(list)
+    for point in points:
+        by_step[point["step"]].append(point)
+    rows = []
+    for step, several in sorted(by_step.items()):
+        if len(several) == runs:
+            names = [name for name in several[0] if all(is_number(point.get(name)) for point in several)]
+            rows.append({name: fmean(point[name] for point in several) for name in names} | {"step": step})
+    return rows
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
