@@ -163,6 +163,7 @@ class Machine:
 
     def config(self, **training: Any) -> Path:
         values = merge(json.loads(json.dumps(RUN)), {"training": training})
+        values["training"] = {key: value for key, value in values["training"].items() if value is not None}
         self.count += 1
         path = self.folder / f"{self.count}.toml"
         path.write_text(to_toml(values))
@@ -205,22 +206,24 @@ def _child(words: list[str], log: str, strike: Strike | None, threads: int) -> N
     main()
 
 
-def outcome(folder: Path) -> dict[str, Any]:
+def outcome(folder: Path, checkpoints: bool = True) -> dict[str, Any]:
     """All that a finished run says and holds, times and memory aside: equal for equal runs."""
     assert not (half := list(folder.rglob(".*"))), f"left behind: {half}"
     results = json.loads((folder / "results.json").read_text())
-    index = json.loads((folder / "checkpoints/index.json").read_text())
     assert results["status"] == "completed"
-    found: dict[str, Any] = {"index": index, "results": _untimed(results)}
+    found: dict[str, Any] = {"results": _untimed(results)}
     found["metrics"] = [
         _untimed(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    for name in ("last", "best"):
+    path = folder / "checkpoints/index.json"
+    index = json.loads(path.read_text()) if checkpoints and path.exists() else {}
+    for name in index:
         checkpoint = folder / "checkpoints" / index[name]
         found[name] = {
             file: _digest(checkpoint / file) for file in ("model.safetensors", "optimizer.safetensors")
         }
         found[name]["state"] = _untimed(json.loads((checkpoint / "state.json").read_text()))
+    found["index"] = index
     found["model"] = {p.name: _digest(p) for p in (folder / "model").iterdir()}
     with np.load(folder / "predictions.npz") as arrays:
         found["predictions"] = {name: (array.dtype.str, array.tobytes()) for name, array in arrays.items()}

@@ -95,6 +95,26 @@ def test_killed_between_the_best_checkpoint_and_the_index(
     assert outcome(out) == outcome(reference)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_best_weights_wait_in_memory(
+    machine: Machine, unbroken: Unbroken, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Without `save_every` a short run writes no checkpoint. Killed, it begins again; told to stop, it writes
+    the best one and the last."""
+    config, reference = unbroken(**EARLY | {"save_every": None})
+    assert not (reference / "checkpoints/index.json").exists()
+    out = tmp_path / "run"
+    ended = machine.run(config, out, strike=Strike(number, call="_log_step", n=10))
+    if number == signal.SIGKILL:
+        assert ended.code == -number and not (out / "results.json").exists()
+    else:
+        best = json.loads((out / "results.json").read_text())["best"]["step"]
+        assert ended.code == 75 and best < 10, ended.text
+        assert kept(out) == [f"step-{step:08d}" for step in (best, 11)]
+    machine.finish(config, out)
+    assert outcome(out, checkpoints=False) == outcome(reference, checkpoints=False)
+
+
 @pytest.mark.slow
 def test_killed_fifty_times(machine: Machine, unbroken: Unbroken, tmp_path: Path) -> None:
     plain = _kill_at_random(machine, unbroken(), tmp_path / "plain", 35)

@@ -35,6 +35,7 @@ from oelm.training.step_clock import StepClock
 from oelm.training.stopping import stopping
 
 SAVE_AFTER = 60.0  # seconds, where `training.save_every` is not given
+MOST_HELD = 4 << 30  # bytes of a checkpoint that may wait in memory
 UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
 
 
@@ -73,6 +74,8 @@ def train(
             _run(run, resolved.plan)
             stop.patient = False
             if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated
+                if _holds(run):
+                    _save(run)
                 raise Interrupted(stop.reason or notice("stop.other_process"))
             return _finish(run)
         except BaseException as error:
@@ -159,8 +162,10 @@ def _steps(run: Run, plan: Plan) -> None:
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
-        if saves or improved or last or stops or progress.stopped_early:
+        if saves or stops or (not _holds(run) and (improved or last or progress.stopped_early)):
             _save(run)
+        elif improved:
+            run.held = _capture(run)
         run.display.advance(progress.step, tokens)
         if stops and progress.step < run.resolved.total_steps and not progress.stopped_early:
             raise Interrupted(run.stop.reason or notice("stop.other_process"))
@@ -174,6 +179,14 @@ def _saves(run: Run, logs: bool) -> bool:
     if every is not None:
         return every > 0 and run.progress.step % every == 0
     return logs and parallel.anyone(time.monotonic() - run.saved_at > SAVE_AFTER, run.state)
+
+
+def _holds(run: Run) -> bool:
+    """Whether what improves is held in memory until the clock asks for a checkpoint: a run of a minute needs
+    none on disk. Killed, it starts again from the checkpoint before, and finds the same."""
+    bytes_of = (p.numel() * (12 if p.requires_grad else 4) for p in run.step.raw.parameters())
+    alone = run.state.num_processes == 1
+    return run.config.training.save_every is None and alone and sum(bytes_of) <= MOST_HELD
 
 
 def _step(run: Run, batches: Epoch, k: int) -> Taken:
@@ -278,8 +291,8 @@ def _watch_chance(run: Run, split: str, n: int) -> None:
         raise RunError(notice("run.at_chance", **values), "at_chance")
 
 
-def _save(run: Run) -> None:
-    """Audit, then write a checkpoint. Every process takes part: shards are gathered."""
+def _capture(run: Run) -> Checkpoint:
+    """Audit, then take all that a checkpoint holds. Every process takes part: shards are gathered."""
     audit(run.step.raw, run.before)
     model, moments = run.step.capture()
     # The step before may have had a finite gradient and still thrown the weights out of range.
@@ -287,13 +300,20 @@ def _save(run: Run) -> None:
     if spoilt is not None:
         values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
         raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
+    if run.log is not None:
+        run.log.sync()
+        run.progress.logged = run.log.lines
+    return Checkpoint(model, moments, asdict(run.progress) | {"scaler": run.step.scaler.state_dict()})
+
+
+def _save(run: Run) -> None:
+    """Write a checkpoint, and before it the best one where that was held back."""
+    checkpoint = _capture(run)
     if run.main:
-        if run.log is not None:
-            run.log.sync()
-            run.progress.logged = run.log.lines
-        state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
-        run.checkpoints.save(Checkpoint(model, moments, state))
-    run.saved_at = time.monotonic()
+        if run.held is not None and run.held.state["step"] < run.progress.step:
+            run.checkpoints.save(run.held)
+        run.checkpoints.save(checkpoint)
+    run.held, run.saved_at = None, time.monotonic()
     run.state.wait_for_everyone()
 
 
@@ -302,7 +322,7 @@ def _finish(run: Run) -> dict[str, Any]:
     if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
         raise RunError(notice("run.no_evaluation"))
     best = run.progress.best["step"]
-    run.step.restore(run.checkpoints.load(best), moments=False)
+    run.step.restore(run.held or run.checkpoints.load(best), moments=False)
     training = run.config.training
     run.step.finish(best)
     checked = audit(run.step.raw, run.before)

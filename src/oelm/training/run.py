@@ -77,6 +77,7 @@ class Run:
     trackers: list[Any] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)  # seconds of each step
     saved_at: float = field(default_factory=time.monotonic)  # or when the process started
+    held: Checkpoint | None = None  # the best so far, where it is not on disk yet
 
     @property
     def config(self) -> RunConfig:
