@@ -322,6 +322,18 @@ def test_the_norm_of_a_sum_under_autocast_is_narrow() -> None:
     assert total.dtype == torch.float32 and torch.equal(out, norm(total).bfloat16())
 
 
+def test_without_gradients_the_bits_are_the_same() -> None:
+    """There the kernels are called past PyTorch's dispatcher."""
+    norm, rows, qkv = torch.nn.LayerNorm(32), torch.tensor([3, 8]), torch.randn(1, 20, 3, 2, 16)
+    x, late = torch.randn(1, 9, 32), torch.randn(1, 9, 32).bfloat16()
+    packing = Packing(torch.tensor([0, 5, 20], dtype=torch.int32), 15)
+    found = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found.append([*add_norm(x, late, norm, rows), joint_attention(qkv, False, packing)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("varlen", [False, True])
 def test_registered_as_torch_wants_it(varlen: bool) -> None:
     cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)

@@ -66,7 +66,9 @@ def run_here(x: Tensor) -> bool:
 def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
     """Attention of (B, T, 3, H, D), of packed texts if `packing` says so: (B, T, H, D)."""
     bounds = None if packing is None else packing.bounds.contiguous()
-    return joint_triton.forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
+    # Without gradients the kernel itself: as an operation of PyTorch's it would take the CPU twice as long.
+    forward = joint_triton.forward if torch.is_grad_enabled() else joint_triton.launch
+    return forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
@@ -111,7 +113,8 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | Non
     (B, rows / B, C)."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    total, out, *_, picked = norm_triton.add_norm(x, residual, norm.weight, norm.bias, norm.eps, dtype, rows)
+    forward = norm_triton.add_norm if torch.is_grad_enabled() else norm_triton.launch
+    total, out, *_, picked = forward(x, residual, norm.weight, norm.bias, norm.eps, dtype, rows)
     return total if rows is None else picked.view(x.shape[0], -1, x.shape[2]), out
 
 

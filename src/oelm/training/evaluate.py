@@ -14,6 +14,7 @@ from oelm.training.parallel import process_state
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
+LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # bytes: there the CPU would take longer to ask than the GPU to answer
 LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor: tokens x vocabulary
 
 
@@ -31,9 +32,9 @@ def evaluate(
     takes its share of every batch. Where a batch has fewer items than there are processes, the others run one
     dummy item (sharded models need every process) and drop the result."""
     state = process_state()
-    tokens = TOKENS
+    tokens = tokens_at_once(state.device)
     if objective.kind.predicts_tokens:
-        tokens = min(TOKENS, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
+        tokens = min(tokens, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
     longest = int(objective.plan(split, 1, None, None).lengths.max())
     plan = objective.plan(split, None, max(tokens, longest), None)
     epoch = plan.epoch()
@@ -67,6 +68,11 @@ def evaluate(
     arrays["groups"] = objective.groups(split)
     # fsum-like: add in float64 in a fixed order of processes.
     return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)
+
+
+def tokens_at_once(device: torch.device) -> int:
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU
+    return MORE_TOKENS if large else TOKENS
 
 
 def _joined(values: list[Tensor | Array]) -> Array:

@@ -175,12 +175,14 @@ def _parts(joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-# Opaque to torch.compile: it calls the kernels as they are, strides and all, and captures them in its graphs.
-@torch.library.custom_op("oelm::joint_forward", mutates_args=())
-def forward(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def launch(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, (B, T, H, D), and the base-2 log-sum-exp of each query's scores, (B, H, T)."""
     out, lse = launch_forward(*_parts(qkv), cu_seqlens, causal, scale)
     return out.transpose(1, 2), lse
+
+
+# Opaque to torch.compile: it calls the kernels as they are, strides and all, and captures them in its graphs.
+forward = torch.library.custom_op("oelm::joint_forward", launch, mutates_args=())
 
 
 @torch.library.custom_op("oelm::joint_backward", mutates_args=())

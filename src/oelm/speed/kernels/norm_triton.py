@@ -136,8 +136,7 @@ def _tile(x: Tensor, size: int = TILE) -> dict[str, Any]:
     return {"ROWS": max(1, size // width), "WIDTH": width, "num_warps": max(size, width) // 512}
 
 
-@torch.library.custom_op("oelm::add_norm", mutates_args=())
-def add_norm(
+def launch(
     x: Tensor, late: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x + late; its LayerNorm, in `dtype`; the mean and the scale (1 / deviation) of each row; and the sum's
@@ -155,7 +154,6 @@ def add_norm(
     return total, out, mean, scale, picked
 
 
-@add_norm.register_fake
 def _outputs(
     x: Tensor, late: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -167,6 +165,10 @@ def _outputs(
         x.new_empty(x.shape[:-1], dtype=torch.float32),
         x.new_empty(0 if rows is None else len(rows), x.shape[-1], dtype=wide),
     )
+
+
+add_norm = torch.library.custom_op("oelm::add_norm", launch, mutates_args=())
+add_norm.register_fake(_outputs)
 
 
 @torch.library.custom_op("oelm::add_norm_backward", mutates_args=())
