@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from oelm.cli.main import app
 from oelm.data.tokenizer import load_tokenizer
 from oelm.method import get_method
 from oelm.study.catalogue import experiment_config, get_experiment, list_experiments
-from oelm.study.check import check_experiments, published_steps
+from oelm.study.check import check_experiments, published_steps, render_table
 from oelm.study.stand_ins import VOCABULARY, StandIns
 
 KINDS = ("GPT-02", "IMDB-oelm", "XNLI-02")  # a language model, a classifier, a pretrained model
@@ -127,3 +128,11 @@ def test_options_of_the_check_need_it(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     done = CliRunner().invoke(app, ["experiments", "--read", str(tmp_path / "other.json")])
     assert "not a record" in str(done.exception)
+
+
+def test_the_table_in_the_docs_is_that_of_the_record() -> None:
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "benchmarks" / "h200-experiments.json").read_text())
+    assert [entry["status"] for entry in record["experiments"]] == ["ok"] * 22
+    assert record["steps"] >= 200 and not record["shrunk"]
+    assert render_table(record) in (root / "docs" / "reports.md").read_text(encoding="utf-8")

@@ -52,6 +52,9 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     numbers = itertools.count(1)
 
     class Clock(StepClock):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(torch.device("cpu"))  # what a mark is here
+
         def step_done(self) -> None:
             taken.append(100.0 if next(numbers) % 5 == 0 else 1.0)
             super().step_done()
