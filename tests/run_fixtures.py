@@ -1,4 +1,4 @@
-"""What the tests of real runs share: one small data set, one fork server, and the unbroken runs."""
+"""What the tests of real runs share: one small dataset, one fork server, and the unbroken runs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

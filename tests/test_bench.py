@@ -205,7 +205,7 @@ def test_prepared_data_is_what_is_trained_on(tmp_path: Path) -> None:
         ),
         (["--chart", "x.png"], "SVG"),
         (["--json", "nowhere/b.json"], "no folder nowhere"),
-        (["--data", "nowhere"], "nowhere is not a prepared data set"),
+        (["--data", "nowhere"], "nowhere is not a prepared dataset"),
         (["--read", __file__], "cannot be read"),
     ],
 )
@@ -484,7 +484,7 @@ def test_rounds_that_disagree_are_said_to() -> None:
         (["--read", str(RECORDS / "h200.json"), "--json", "b.json"], "keep one of them"),
         (["--json", str(RECORDS)], "is a folder; name a file"),
         ([*TINY, "--work", "lm", "--leave-out", "ours,hf-lm,hf-lm-compiled,nanogpt"], "nothing to measure"),
-        (["--data", str(RECORDS / "h200.json")], "is not a prepared data set"),
+        (["--data", str(RECORDS / "h200.json")], "is not a prepared dataset"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> None:

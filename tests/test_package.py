@@ -133,6 +133,21 @@ def test_the_readme_tree_is_the_tree():
     }  # fmt: skip
 
 
+def test_the_tree_of_contributing_names_every_module():
+    tree = (ROOT / "CONTRIBUTING.md").read_text().partition("src/oelm/\n")[2].partition("\ntests/")[0]
+    package, place = ROOT / "src" / "oelm", ""
+    named: list[Path] = []
+    for line in tree.splitlines():
+        if entry := re.match(r"  (?:([a-z/]+/) |(?=[a-z]))", line):
+            place = entry[1] or ""
+        for name in re.findall(r"[*\w]+\.(?:py|toml)", line):
+            found = list((package / place).glob(name))
+            assert found, f"{place}{name} does not exist"
+            named += found
+    modules = {path for path in package.rglob("*.py") if not path.stem.startswith("__")}
+    assert modules <= set(named) and len(named) == len(set(named))
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_works_outside_the_tree(tmp_path):
     """Built, installed into an environment of its own (with this one's dependencies), used elsewhere."""

@@ -184,7 +184,7 @@ def test_memory_that_does_not_suffice_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_store(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a prepared data set: it has no store\.json"):
+    with pytest.raises(UserError, match=r"is not a prepared dataset: it has no store\.json"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):

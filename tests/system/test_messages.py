@@ -31,6 +31,8 @@ def test_every_code_has_its_sentence_and_every_sentence_its_code():
     raised = {code for code in raised if re.fullmatch(r"\w+\.\w+", str(code))}
     assert raised - told == set(), "raised, but not in messages.toml"
     assert told - mentioned == set(), "in messages.toml, but never raised"
+    for key in set(sentences()) - told:
+        assert {key, key.partition(".")[2]} & mentioned, f"{key} is in messages.toml, but never used"
 
 
 def test_both_languages_say_the_same():

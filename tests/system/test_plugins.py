@@ -84,6 +84,9 @@ def test_a_studys_workers_load_the_plugin_and_its_launcher_starts_them(folder):
     done = oelm(folder, "study", *RUN, *words, "--seeds", "1", "--plugin", "my_plugin", "--json")
     assert done.returncode == 0, done.stderr
     assert {group["metric"] for group in json.loads(done.stdout)["settings"]} == {"mae"}
+    (compared,) = json.loads(done.stdout)["comparisons"]
+    assert "no_items" not in compared["problems"]
+    assert compared["combined"]["mean"] == pytest.approx(compared["by_seeds"]["mean"])
     done = oelm(folder, "study", "--out", "s", "--seeds", "2", "--json")  # goes on: study.toml names it
     assert done.returncode == 0, done.stderr
     assert len(list((folder / "s").rglob("results.json"))) == 4

@@ -144,7 +144,7 @@ def test_what_is_frozen_of_a_language_model_stays(method, family, oelm_cli, lang
                 assert torch.equal(before[name][:, start:end], weights[name][:, start:end]) == stays
     assert results["parameters"]["trainable"] > 0
     code, out, _ = oelm_cli("audit", tmp_path / "probe")
-    assert code == 0 and "clean" in out
+    assert code == 0 and "clean" in out and "0 blocks" not in out
 
 
 def test_a_run_and_its_model_are_the_same_start_and_notes_are_kept(oelm_cli, language_model, tmp_path):

@@ -1,4 +1,4 @@
-"""`oelm data`: list, inspect and prepare data sets."""
+"""`oelm data`: list, inspect and prepare datasets."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from oelm.cli import options
 from oelm.system.terminal import say
 
-app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare data sets.")
+app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare datasets.")
 
 Name = Annotated[str, typer.Argument(help="A task (`oelm data list`) or a CSV, TSV, JSONL or Parquet file.")]
 SplitSeed = Annotated[int, typer.Option(help="Decides which rows of a file are held out.")]

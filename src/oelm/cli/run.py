@@ -265,11 +265,12 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
-    say(
-        f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
-        f"bit for bit, what they were; {checked.orthonormal_heads} blocks are orthonormal to "
-        f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
-    )
+    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
+    told += "bit for bit, what they were"
+    if heads := checked.orthonormal_heads:
+        within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
+        told += f"; {heads} blocks are orthonormal to {within}"
+    say(told)
 
 
 @app.command()

@@ -14,7 +14,7 @@ NLI = ("entailment", "neutral", "contradiction")
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a data set lies on the Hugging Face hub. `revision` names a parquet copy where the set itself
+    """Where a dataset lies on the Hugging Face hub. `revision` names a parquet copy where the set itself
     is a loading script, which `datasets` no longer runs."""
 
     path: str

@@ -1,4 +1,4 @@
-"""A data set before it is tokenised: its sources, which row goes to which split, and what was noticed."""
+"""A dataset before it is tokenised: its sources, which row goes to which split, and what was noticed."""
 
 import itertools
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What store.json says, where the dataset is whole: every file as it was written."""
     path = folder / MANIFEST
     if not path.exists():
-        raise UserError(f"{folder} is not a prepared data set: it has no {MANIFEST}")
+        raise UserError(f"{folder} is not a prepared dataset: it has no {MANIFEST}")
     meta = read_json(path)
     if not isinstance(meta, dict):
         raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))

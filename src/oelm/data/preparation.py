@@ -43,7 +43,7 @@ def prepare(
     cache: str | Path | None = None,
     show_progress: bool = False,
 ) -> Store:
-    """The store of a data set under a tokenizer: from the cache where it is there, made otherwise.
+    """The store of a dataset under a tokenizer: from the cache where it is there, made otherwise.
 
     `tokenizer` is a name ("gpt2"), a folder, a hub id, or "train:8192" (learned from the train split).
     Targets are cut at `max_target_length`, or where that is None at `max_length` as their sources are.

@@ -18,7 +18,7 @@ SHARE = 0.1  # of a user's file that validation takes and, without a test file, 
 
 
 class HubSource(Source):
-    """One split of a data set loaded with `datasets`, read through its arrow table."""
+    """One split of a dataset loaded with `datasets`, read through its arrow table."""
 
     def __init__(self, name: str, table: Any) -> None:
         self.name, self.table = name, table

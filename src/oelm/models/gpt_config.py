@@ -1,4 +1,4 @@
-"""The reference GPT's configuration and its named sizes."""
+"""The reference GPT's configuration, for a named size or any other."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Studies: the catalogue of published experiments."""
+"""Studies: fair comparisons of methods, from the plan to the report, and the published experiments."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from oelm.config import RunConfig, make_config
 from oelm.errors import UserError
+from oelm.training.folder import flat
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,6 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     items, epoch = experiment.published.get("train_items"), (results.get("final") or {}).get("epoch")
     if items and epoch and abs(results["samples"] / epoch / items - 1) > 0.002:
         found.append(f"training items ({results['samples'] / epoch:,.0f} of {items:,})")
-    return found
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, `training.lr` -> value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 

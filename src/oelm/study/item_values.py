@@ -17,7 +17,7 @@ Array = np.ndarray
 
 class ItemValues(NamedTuple):
     """One entry per cluster, in the order of the clusters: the mean of `values` weighted by `sizes` is the
-    metric, of a perplexity, an RMSE or bits per byte its logarithm (of the last but for a constant)."""
+    metric, or the logarithm of one that is better smaller (of bits per byte but for a constant)."""
 
     values: Array  # (C,)
     sizes: Array  # (C,)
@@ -41,7 +41,9 @@ def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
         return None
     sums = _by_cluster(np.stack([items.scores, items.weights], 1), items.groups)
     sums = sums[sums[:, 1] > 0]
-    return ItemValues(sums[:, 0] / sums[:, 1], sums[:, 1], len(items.scores))
+    if metric == "perplexity" or larger_is_better(metric):  # a perplexity's scores are logarithms already
+        return ItemValues(sums[:, 0] / sums[:, 1], sums[:, 1], len(items.scores))
+    return ItemValues(_pseudo_values(sums, _log_mean), np.ones(len(sums)), len(items.scores))
 
 
 def stand_in_values(

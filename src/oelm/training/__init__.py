@@ -1,1 +1,1 @@
-"""Training: one function for every task, its metrics, references, checkpoints and record."""
+"""Training: one function for every task, its steps, evaluations, checkpoints and record."""

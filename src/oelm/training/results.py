@@ -258,7 +258,7 @@ def trained_card(run: "Run", results: dict[str, Any]) -> str:
         f"## Data\n\n{store.task}: {sizes} items; fingerprint `{store.fingerprint}`. {cut}",
         f"## Results\n\nLearning rate {results['lr']:g}, {results['steps']:,} steps; chosen at step "
         f"{best['step']} on the {best['split']} split. On the test split:\n\n"
-        f"| metric | value | trivial references |\n|---|---|---|{table}",
+        f"| metric | value | trivial baselines |\n|---|---|---|{table}",
     ]
     if run.progress.warnings:
         body.append("## Notes\n\n" + "\n".join(f"- {warning}" for warning in run.progress.warnings))

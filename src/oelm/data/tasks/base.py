@@ -240,8 +240,8 @@ class TaskKind(ABC):
         return {}
 
     def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Scores and weights per item of a metric of this kind's own, for intervals over items: the metric is
-        sum(scores) / sum(weights). None for one that is no such mean (`training.predictions.item_scores`)."""
+        """Scores and weights per item of a metric of this kind's own, which is sum(scores) / sum(weights).
+        None for one that is no such mean: a study reaches no verdict by it."""
         return None
 
     # Predicting.

@@ -40,7 +40,7 @@ def clause(view: View, comparison: Comparison) -> str:
     values["n"] = len(comparison.seeds)
     if verdict == "void" or found is None:
         seen = view.words("answer.seen_nothing")
-        if found is not None:
+        if comparison.seeds:
             seen = view.words("answer.seen", diff=_difference(view, comparison), n=values["n"])
         return view.words("answer.void", **values, reasons=reasons(view, comparison), seen=seen)
     digits = view.digits(comparison)
@@ -102,7 +102,7 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
 
 def _difference(view: View, comparison: Comparison) -> str:
     """The mean difference; for a perplexity, where lower is better, with the direction that is better."""
-    group, found = comparison.group, comparison.combined
+    group, found = comparison.group, comparison.combined or comparison.by_seeds
     assert found is not None
     text = view.amount(group, numbers.signed(group.shown(found.mean), view.digits(comparison)))
     return view.with_detail(text, "" if group.larger_is_better else view.words("answer.sense"))

@@ -4,6 +4,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
+from oelm.claims.data import claim_data
 from oelm.claims.verdicts import Verdict, judge
 from oelm.config import to_toml
 from oelm.study.report import figures, numbers, tables
@@ -118,7 +119,7 @@ def _claims(view: View) -> list[Block]:
 
 def _claim(view: View, verdict: Verdict) -> list[Block]:
     words, zh = view.words, view.words.lang == "zh"
-    name = words.name("claim", verdict.verdict)
+    name = claim_data()["verdicts"][verdict.verdict][zh]
     blocks: list[Block] = [Paragraph(words("claim.heading", id=verdict.id, verdict=name), tone="heading")]
     blocks.append(Paragraph(verdict.claim_zh if zh else verdict.claim))
     if verdict.number is not None:
@@ -129,7 +130,7 @@ def _claim(view: View, verdict: Verdict) -> list[Block]:
             ends = words.range(*(numbers.fixed(end, digits) for end in verdict.interval))
             measured = view.with_detail(measured, words("claim.interval", interval=ends))
         if verdict.unit:
-            measured = words("unit.amount", amount=measured, unit=words.name("unit", verdict.unit))
+            measured = words("unit.amount", amount=measured, unit=claim_data()["units"][verdict.unit][zh])
         blocks.append(Paragraph(words("claim.also", number=measured, n=verdict.n), tone="note"))
     return [*blocks, Paragraph(verdict.reason_zh if zh else verdict.reason, tone="note")]
 

@@ -57,7 +57,7 @@ def _label(group: Group, course: Course) -> str:
     return f"{course.method} @ {numbers.learning_rate(course.lr)}" if several else course.method
 
 
-def _named(view: View, group: Group, course: Course) -> TableCell:
+def _named(view: View, course: Course) -> TableCell:
     runs = view.words("table.runs", lr=numbers.learning_rate(course.lr), n=len(course.records))
     return name_cell(view, course.method, runs)
 
@@ -107,7 +107,7 @@ def _metric_head(view: View, group: Group) -> str:
 
 
 def _spread(history: Sequence[Row], published: dict[int, Any]) -> list[Row]:
-    """So many rows of a history that it can be read: those with a published figure, else evenly spread."""
+    """Evenly spread rows of a history, few enough to read, and those with a published figure."""
     best = min(history, key=lambda row: float(row.get("loss", 0)))
     gap = -(-len(history) // MOST_POINTS)
     kept = {id(row) for place, row in enumerate(history) if place % gap == 0 or row["step"] in published}
@@ -163,7 +163,7 @@ def _fit(view: View, group: Group, found: list[Course]) -> Table | None:
         values = [fit.get(f"{split}_{measure}") for split in ("training", "validation")]
         texts = [_score(view, group, value) if perplexity else _loss(value) for value in values]
         word = words(f"training.fit_{fit['overfitting']}", rise=_per_cent(fit["rise"]))
-        rows.append([_named(view, group, course), *texts, _step(fit, "best_step"), word])
+        rows.append([_named(view, course), *texts, _step(fit, "best_step"), word])
     return make_table(head, rows, _title(view, group, "fit"), left=(0, -1)) if rows else None
 
 
@@ -178,7 +178,7 @@ def _time(view: View, group: Group, found: list[Course]) -> Table:
         cells = [TableCell(numbers.time_of(time[name])) for name in TIMES]
         if not time["every_step"] and time["step_median_s"] is not None:
             cells[2] = TableCell(cells[2].text, view.words("training.of_means"))
-        rows.append([_named(view, group, course), *cells])
+        rows.append([_named(view, course), *cells])
         if theirs := course.published.get("time"):
             times = [numbers.time_of(theirs.get(name)) for name in TIMES]
             rows.append([_as_published(view, course), *times])
@@ -197,7 +197,7 @@ def _parameters(view: View, group: Group, found: list[Course]) -> Table:
     head += [view.words("training.frozen_share"), *(view.words(f"training.ratio_{name}") for name in ratios)]
     rows: list[Cells] = []
     for course in found:
-        rows.append([_named(view, group, course), *_sizes(course.parameters, course.efficiency, ratios)])
+        rows.append([_named(view, course), *_sizes(course.parameters, course.efficiency, ratios)])
         theirs = course.published
         if "parameters" in theirs or (ratios and "efficiency" in theirs):
             sizes = _sizes(theirs.get("parameters", {}), theirs.get("efficiency", {}), ratios)

@@ -37,7 +37,7 @@ class Words:
         return fill(table()[key][self.lang], values, self.lang)
 
     def name(self, kind: str, raw: str) -> str:
-        """What a metric or reference is called; itself where the table does not know it."""
+        """What a metric, a trivial baseline or a split is called; itself where the table does not know it."""
         known = table().get(f"{kind}.{raw}")
         return known[self.lang] if known else raw
 

@@ -1,0 +1,60 @@
+"""The words of a report: each is used, and each fact is told by the same words everywhere."""
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import oelm
+from oelm.claims.data import claim_data
+from oelm.claims.verdicts import judge
+from oelm.study.analysis import analyse_records
+from oelm.study.report.answer import answer
+from oelm.study.report.build import build
+from oelm.study.report.document import to_markdown
+from oelm.study.report.view import View, Words
+from oelm.system.messages import LANGUAGES, read_sentences
+from tests.claims.claim_records import BERT, UNRECORDED, pairs
+
+PACKAGE = Path(oelm.__file__).parent
+
+
+def test_every_text_is_used():
+    """By its key, or by a key that is put together from strings of the code."""
+    strings, patterns = set(), []
+    for template in PACKAGE.rglob("*.j2"):
+        strings |= set(re.findall(r"[\w.]+", template.read_text(encoding="utf-8")))
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant):
+                strings.add(node.value)
+            if isinstance(node, ast.JoinedStr):
+                parts = (re.escape(p.value) if isinstance(p, ast.Constant) else "(.+)" for p in node.values)
+                patterns.append("".join(parts))
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "name":
+                patterns += [rf"{p.value}\.(.+)" for p in node.args[:1] if isinstance(p, ast.Constant)]
+    for key in read_sentences((PACKAGE / "study" / "report" / "words.toml").read_text(encoding="utf-8")):
+        made = (re.fullmatch(pattern, key) for pattern in patterns if not pattern.startswith("("))
+        assert key in strings or any(found and strings.issuperset(found.groups()) for found in made), key
+
+
+def test_claims_are_named_as_by_their_own_command():
+    records = [*pairs(0.0), *pairs(-8.0, task="tinystories"), *pairs(0.0, task="sst2", model=BERT)]
+    analysis = analyse_records(records, None)
+    units = set()
+    for place, lang in enumerate(LANGUAGES):
+        words = Words(lang)
+        text = to_markdown(build(View(analysis, words), "somewhere"), words, "report.html")
+        for verdict in judge([analysis]):
+            name = claim_data()["verdicts"][verdict.verdict][place]
+            assert not verdict.details or re.search(f"{verdict.id}[:：] ?{name}", text)
+            if verdict.details and verdict.number is not None:
+                assert f" {claim_data()['units'][verdict.unit][place]}" in text
+                units.add(verdict.unit)
+    assert "settings" in units and "points" in units
+
+
+def test_pairs_without_scores_of_items_are_told_by_their_mean():
+    analysis = analyse_records([replace(record, folder=UNRECORDED) for record in pairs(5.0)], None)
+    text = answer(View(analysis, Words("en")))[0]
+    assert "no score per test item for this metric; measured so far: +5.0 points, n = 5" in text
