@@ -18,7 +18,7 @@ from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
 from oelm.system.messages import Notice, notice, read_notice
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
-MOST_PER_GPU = 6  # runs that share a GPU: more only queue for its processors
+MOST_PER_GPU = 8  # runs that share a GPU: more only queue for its processors
 
 
 @dataclass(frozen=True)
