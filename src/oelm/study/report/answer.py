@@ -45,7 +45,7 @@ def clause(view: View, comparison: Comparison) -> str:
         return view.words("answer.void", **values, reasons=reasons(view, comparison), seen=seen)
     digits = view.digits(comparison)
     values |= {"p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
-    values |= {"diff": _difference(view, comparison), "count": len(view.analysis.comparisons)}
+    values |= {"diff": _difference(view, comparison), "count": view.analysis.planned}
     values["interval"] = view.span(found.low, found.high, digits)
     values["margin"] = view.amount(group, f"{comparison.margin:g}")
     if verdict == "open":
@@ -97,7 +97,7 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
     }
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
     seeds = min(len(c.seeds) for c in comparisons)
-    return explain_problems(codes, arms, seeds, len(view.analysis.comparisons))
+    return explain_problems(codes, arms, seeds, view.analysis.planned)
 
 
 def _difference(view: View, comparison: Comparison) -> str:
