@@ -47,6 +47,7 @@ def test_a_verdict_holds_for_all_combinations():
     assert combine([up, down], 1.0).p == 1.0  # both certain, and opposite
     both = combine([up, flat], 1.0)
     assert (both.mean, both.low, both.high) == (up.mean, min(up.low, flat.low), max(up.high, flat.high))
+    assert both.spread == pytest.approx((up.mean - flat.mean) / 2) and combine([up], 1.0).spread == 0
     assert combine([flat], 1.0, looks=4).p == pytest.approx(min(1.0, 4 * flat.p))
     assert combine([up, overall(np.ones((6, 300)))], 1.0).p is None
 

@@ -72,7 +72,10 @@ def _narrowing(view: View, comparison: Comparison) -> str:
     """What would narrow an interval that decides nothing: more seeds, or only more test items."""
     found, group = comparison.overall, comparison.group
     assert found is not None
-    needed = seeds_needed(found, bound := group.bound(comparison.margin))
+    bound = group.bound(comparison.margin)
+    if comparison.combined is not None and comparison.combined.spread > bound:
+        return view.words("answer.narrow_rates")
+    needed = seeds_needed(found, bound)
     if needed is not None:
         return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
     if found.half_width() <= bound:
