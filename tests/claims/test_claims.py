@@ -19,6 +19,7 @@ from oelm.claims.speed import Benchmark
 from oelm.claims.verdicts import judge
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
+from oelm.study.design import make_study
 from oelm.study.records import Record
 from oelm.study.result_types import PROBLEMS, Analysis
 from oelm.system.messages import sentences
@@ -253,6 +254,48 @@ def test_a_best_learning_rate_at_the_edge_of_the_grid_decides_nothing():
     assert "the best learning rate of baseline and oelm is at the edge" in found["C1"].why
 
 
+@pytest.mark.parametrize(
+    ("grid", "choices", "table", "why"),
+    [
+        ([2.9e-4, 3e-4, 3.1e-4], 2, {}, "among at least 3, each about twice"),
+        (GRID, 1, {}, "each learning rate was tried by one run"),
+        (GRID, 2, {"measure": "best"}, "nearly tied with the best were not measured"),
+    ],
+)
+def test_a_choice_that_is_hardly_one_decides_nothing(grid, choices, table, why):
+    found = verdicts(tuned(on(C1, 7.1, 5.7, 11.6), grid=grid, choices=choices, **table))
+    assert {v.verdict for v in found.values()} == {"not decided"}
+    assert why in found["C1"].why
+
+
+def test_another_metric_than_the_claims_decides_nothing():
+    (analysis,) = tuned(pairs(-3))
+    by_f1 = replace(analysis.study, table=replace(analysis.study.table, metric="f1_macro"))
+    found = verdicts([replace(analysis, study=by_f1)])["C9"]
+    assert found.verdict == "not decided" and "the study compares f1_macro" in found.why
+
+
+def test_an_arm_is_not_what_it_is_called():
+    """A study may call any arm "baseline", be it another method or one with settings of its own."""
+    (analysis,) = tuned(pairs(-3))
+    assert verdicts([analysis])["C9"].verdict == "refuted"
+    for other in ({"method": "frozen"}, {"method": "baseline", "training": {"weight_decay": 5.0}}):
+        arms = [{"name": "baseline", **other}, "oelm"]
+        study = make_study({"study": {"arms": arms, "lrs": GRID, "choose_seeds": 2, "widen": 0}})
+        found = verdicts([replace(analysis, study=study)])["C9"]
+        assert found.verdict == "not decided" and "No fitting runs" in found.why
+
+
+def test_a_run_in_two_studies_is_evidence_once():
+    records = on(C1, 7.1, 5.7, 3.4, spreads=(1, 1, 3))
+    once, twice = verdicts(tuned(records)), verdicts([*tuned(records), *tuned(records)])
+    assert len(twice["C1"].details) == 3 and "were left out: 3." in twice["C1"].why
+    for id in ("C1", "C8", "C9"):
+        assert [f.p for f in twice[id].details] == [f.p for f in once[id].details]
+    more = verdicts([*tuned(pairs(-3)), *tuned(pairs(-3, n=8))])["C9"]  # the same runs, and three more
+    assert [f.n for f in more.details] == [8]
+
+
 def test_a_users_margin_moves_no_claim():
     records = pairs(-3) + pairs(-3, task="tinystories")
     wide, narrow = (verdicts(tuned(records, margin=margin)) for margin in (10.0, 0.1))
@@ -266,6 +309,7 @@ def test_looks_of_a_study_are_paid_for():
     looked = verdicts(tuned(records, until_decided=True))["C5"]
     assert looked.details[0].p == pytest.approx(min(1, 4 * once.details[0].p))
     assert looked.interval[0] < once.interval[0] and looked.interval[1] > once.interval[1]
+    assert "98.75 % interval" in looked.reason and "95 % interval" in once.reason
 
 
 def test_a_collapsed_run_bars_no_worse():
@@ -273,6 +317,11 @@ def test_a_collapsed_run_bars_no_worse():
     fallen = [r if (r.method, r.seed) != ("oelm", 3) else run("oelm", 3, 0.7) for r in records]
     found = verdict("C9", fallen)
     assert found.verdict == "not decided"
+    kept = on(C3, 1.1, 0, 0, model=BERT, n=10)
+    sst2 = [r if (r.task, r.method, r.seed) != ("sst2", "baseline", 3) else
+            run("baseline", 3, 0.7, task="sst2", model=BERT) for r in kept]  # fmt: skip
+    outcomes = [{f.task: f.verdict for f in verdict("C3", records).details} for records in (kept, sst2)]
+    assert [one["sst2"] for one in outcomes] == ["supported", "not decided"]
 
 
 def test_pairs_that_are_all_alike_decide_nothing():

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from oelm.claims.collect import Collection, collect
 from oelm.claims.data import claim_data
+from oelm.claims.verdicts import judge
 from oelm.cli.main import app
 from oelm.errors import UserError
 from oelm.study.analysis import analyse_records
@@ -38,7 +39,7 @@ def test_every_claim_has_a_row_of_80_columns(lang, verdict):
 
 def test_json_has_all_and_old_benchmark_records_are_read():
     found = json.loads(run(ROOT / "results" / "demo", FREEZING, "--json"))
-    assert found["rules"]["version"] == 2 and found["benchmarks"] == [FREEZING.name]
+    assert found["rules"]["version"] == 3 and found["benchmarks"] == [FREEZING.name]
     assert found["runs"] == {"before": 0, "after": 0, "undated": 18}
     claims = {claim["id"]: claim for claim in found["claims"]}
     assert list(claims) == [f"C{i}" for i in range(1, 11)]
@@ -59,6 +60,11 @@ def test_a_folder_is_searched_and_nothing_counts_twice(tmp_path):
     assert [analysis.study is None for analysis in whole.analyses] == [False, True]
     again = collect([tmp_path, tmp_path / "a" / "demo", tmp_path / "loose", tmp_path / "speed.json"])
     assert len(again.analyses) == 2 and len(again.benchmarks) == 1
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    shutil.copy(FREEZING, tmp_path / "copy" / "other name.json")
+    copied = collect([tmp_path])
+    assert copied.ages == whole.ages and len(copied.benchmarks) == 1
+    assert [len(v.details) for v in judge(copied.analyses)] == [len(v.details) for v in judge(whole.analyses)]
 
 
 def test_what_cannot_be_used_is_named_and_the_rest_judged(tmp_path):

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks import verdicts
+from oelm.study.analysis import analyse_records
 from oelm.study.decide import choice_noise, collapsed, combine, fewest_seeds, near_ties, verdict
+from oelm.study.design import make_study
+from oelm.study.report.summary import as_plain
 from oelm.study.two_way import overall
+from tests.claims.claim_records import GRID, pairs, tuned
 
 
 def test_near_ties_are_within_the_noise_and_at_most_two():
@@ -43,6 +47,7 @@ def test_a_verdict_holds_for_all_combinations():
     assert combine([up, down], 1.0).p == 1.0  # both certain, and opposite
     both = combine([up, flat], 1.0)
     assert (both.mean, both.low, both.high) == (up.mean, min(up.low, flat.low), max(up.high, flat.high))
+    assert both.spread == pytest.approx((up.mean - flat.mean) / 2) and combine([up], 1.0).spread == 0
     assert combine([flat], 1.0, looks=4).p == pytest.approx(min(1.0, 4 * flat.p))
     assert combine([up, overall(np.ones((6, 300)))], 1.0).p is None
 
@@ -54,6 +59,29 @@ def test_a_difference_within_the_margin_is_equivalent():
         "worse",
         "open",
     )
+
+
+def test_planned_arms_without_runs_make_nothing_look_better():
+    """Deleting an arm's runs neither shrinks the family of comparisons nor the seeds that they need."""
+    methods = ["baseline", "oelm", "frozen", "oelm-random", "oelm-global"]
+
+    def compared(number: int):
+        (whole,) = tuned(pairs(-0.4, spread=1.2))
+        values = {"methods": methods[:number], "lrs": GRID, "choose_seeds": 2, "widen": 0}
+        return analyse_records(whole.records, make_study({"study": values}))
+
+    (one,), (of_three,), (of_four,) = (compared(number).comparisons for number in (2, 4, 5))
+    assert (one.problems, of_three.problems, of_four.problems) == ((), (), ("few_seeds",))
+    assert one.p_holm < 0.3 and of_three.p_holm == pytest.approx(3 * one.p_holm)
+    warned = [w["text"] for w in as_plain(compared(4))["warnings"]]
+    assert any("frozen, oelm-random: no runs" in text for text in warned)
+
+
+def test_intervals_say_their_level():
+    for lang, texts in (("en", ("95 % interval", "98.75 % interval")), ("zh", ("95 % 区间", "98.75 % 区间"))):
+        for text, looks in zip(texts, (False, True), strict=True):
+            (analysis,) = tuned(pairs(3), until_decided=looks)
+            assert text in as_plain(analysis, lang)["answer"][0]
 
 
 def test_a_run_far_below_the_others_has_collapsed():

@@ -56,21 +56,20 @@ def test_a_study_of_25000_items(tmp_path: Path) -> None:
 
 def test_a_language_model_keeps_its_nats(tmp_path: Path) -> None:
     for method in ("baseline", "oelm"):
-        run = tmp_path / "s" / method
+        run = tmp_path / "ours" / "s" / method  # runs without a study are called after their folder
         copy_run(run, method, "wikitext-2", 1e-3, 1, 30.0, metric="perplexity", results={"schema": 3})
         nats = np.random.default_rng(len(method)).normal(1700, 90, size=480)
         items = {"ids": np.arange(480), "groups": np.arange(480) // 8, "tokens": np.full(480, 512)}
         write_predictions(run, {**items, "scores": nats})
-    published = tmp_path / "p" / "s"  # the folder's name is the title
-    published.parent.mkdir()
-    publish(tmp_path / "s", published)
-    for ours, theirs in zip(find_records(tmp_path / "s"), find_records(published), strict=True):
+    source, to = tmp_path / "ours" / "s", tmp_path / "theirs" / "s"
+    publish(source, to)
+    for ours, theirs in zip(find_records(source), find_records(to), strict=True):
         before, after = ours.predictions(), theirs.predictions()
         assert before is not None and after is not None and before.keys() == after.keys()
         assert all(before[name].tobytes() == after[name].tobytes() for name in before)
         assert (theirs.folder / "predictions.npz").stat().st_size < 3_000
-    found = _plain(published)
-    assert found == _plain(tmp_path / "s")
+    found = _plain(to)
+    assert found == _plain(source)
     assert not any(warning["kind"] == "version" for warning in found["warnings"])
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +18,8 @@ from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
 from oelm.study.two_way import overall
 
-FEWEST_RATES = 3  # learning rates that an arm chose from
+FEWEST_RATES = 3  # learning rates that an arm chose from, each at least
+APART = 1.9  # times the one before: nearer ones are hardly a choice
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,14 @@ class Setting:
         names = ("any",) if own_file else (self.group.task, "any")
         return next((name for name in names if name in claim.parts), None)
 
+    @property
+    def methods(self) -> set[str]:
+        """The arms that are what their name says: a study may call any arm "baseline"."""
+        study = self.analysis.study
+        planned = study.arms if study else {}
+        plain = {name for name, arm in planned.items() if arm.label == name and not arm.settings}
+        return self.group.arms.keys() & plain if study else set(self.group.arms)
+
     def arms_of(self, claim: Claim) -> tuple[ArmResult, ArmResult]:
         """The arm of the claim's method and its reference arm."""
         return self.group.arms[claim.method], self.group.arms[claim.reference_arm]
@@ -76,6 +86,7 @@ class Fitting:
     left_out: Sequence[Setting] = ()  # models of other sizes than the published one
     apart: bool = False  # both methods were run, but in no setting together
     planned: Sequence[str] = ()  # tasks that a study planned for both methods and has no runs of
+    copies: Sequence[Setting] = ()  # with runs that another setting has, too
 
 
 def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
@@ -88,8 +99,9 @@ def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
         and (not claim.parts or setting.part_of(claim))
     ]
     both = {claim.method, claim.reference_arm}
-    settings = [s for s in alike if both <= s.group.arms.keys()]
-    apart = not settings and both <= {method for s in alike for method in s.group.arms}
+    settings = [s for s in alike if both <= s.methods]
+    apart = not settings and both <= {method for s in alike for method in s.methods}
+    settings, copies = _without_copies(claim, settings)
     places = {task: place for place, task in enumerate(claim.parts)}
     settings.sort(
         key=lambda s: (places.get(s.group.task, len(places)), s.group.task, s.model, s.group.setting,
@@ -98,7 +110,25 @@ def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
     published = [s for s in settings if s.model == s.published_size and not claim.any_size]
     judged = published or settings
     planned = {task for setting in judged for task in _planned(claim, setting)}
-    return Fitting(judged, [s for s in settings if s not in judged], apart, sorted(planned))
+    return Fitting(judged, [s for s in settings if s not in judged], apart, sorted(planned), copies)
+
+
+def _without_copies(claim: Claim, settings: list[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """The settings, and those that are left out because another one has runs of theirs: a run in two folders
+    is evidence once. The setting with more runs, or whose study planned more, counts. A run that was made
+    again and scored differently is another run."""
+    kept: list[Setting] = []
+    copies: list[Setting] = []
+    seen: set[tuple[str, float | None]] = set()
+    runs = [
+        {(r.identity.key, r.score) for r in (*chain(*arm.by_lr),) or arm.trials}
+        for arm in (setting.group.arms[claim.method] for setting in settings)
+    ]
+    order = sorted(range(len(runs)), key=lambda i: (-len(runs[i]), -settings[i].analysis.planned))
+    for i in order:
+        (kept if seen.isdisjoint(runs[i]) else copies).append(settings[i])
+        seen |= runs[i]
+    return kept, copies
 
 
 def _planned(claim: Claim, setting: Setting) -> list[str]:
@@ -115,12 +145,28 @@ def _planned(claim: Claim, setting: Setting) -> list[str]:
 
 
 def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
-    """Why the learning rates of these arms decide nothing: not chosen from enough, or best at an edge."""
-    matrix = setting.group.matrix
-    if matrix is None or not all(arm.chosen and len(arm.lr_scores) >= FEWEST_RATES for arm in arms):
+    """Why the learning rates of these arms decide nothing: not chosen from enough, by one run each or by
+    another metric, or best at an edge."""
+    matrix, study = setting.group.matrix, setting.analysis.study
+    if matrix is None or study is None or not all(arm.chosen and _is_choice(arm) for arm in arms):
         return sentence("untuned", fewest=FEWEST_RATES)
+    if study.table.metric not in (None, "accuracy", "perplexity"):
+        return sentence("other_metric", metric=study.table.metric)
+    if study.table.choose_seeds < 2:
+        return sentence("rates_one_run")
+    if study.table.measure == "best":
+        return sentence("best_only")
     edge = [arm.method for arm in reversed(arms) if arm.method in matrix.at_edge]
     return sentence("edge", methods=" and ".join(edge)) if edge else None
+
+
+def _is_choice(arm: ArmResult) -> bool:
+    """Whether the arm tried enough learning rates that are not nearly the same."""
+    rates: list[float] = []
+    for lr in sorted(arm.lr_scores):
+        if not rates or lr >= APART * rates[-1]:
+            rates.append(lr)
+    return len(rates) >= FEWEST_RATES
 
 
 @dataclass(frozen=True)
@@ -136,7 +182,7 @@ class Case:
     n: int
     unit: str
     mean: float | None
-    interval: Interval | None  # 95 %; over seeds and test items, for all near-tied learning rates
+    interval: Interval | None  # over seeds and test items, for all near-tied learning rates
     test: Callable[[float], float | None]  # p of "the mean is this", two-sided
     what: Sentence  # the measured number with its interval
     problem: Sentence | None  # why no conclusion may be drawn
@@ -168,7 +214,13 @@ class Case:
 
 
 def describe_number(
-    part: ClaimPart, unit: str, mean: float, interval: Interval | None, n: int, counted: str = "seeds"
+    part: ClaimPart,
+    unit: str,
+    mean: float,
+    interval: Interval | None,
+    n: int,
+    counted: str = "seeds",
+    level: float = 1 - LEVEL,
 ) -> dict[str, Sentence]:
     """The number and its interval, for the sentence of a measure."""
     signed = part.measure != "kept"
@@ -176,7 +228,7 @@ def describe_number(
     text = sentence("no_interval", count=count)
     if interval is not None:
         low, high = data.format_number(interval[0], unit, signed), data.with_unit(interval[1], unit, signed)
-        text = sentence("interval", low=low, high=high, count=count)
+        text = sentence("interval", level=100 * level, low=low, high=high, count=count)
     return {"number": data.with_unit(mean, unit, signed), "interval": text}
 
 
@@ -222,11 +274,11 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pairs)
     ties = [(a, b) for a in arms[0].by_lr for b in arms[1].by_lr]
     tables = [table for a, b in ties if (table := table_of(group, pair_runs(a, b))) is not None]
-    codes = find_problems(*arms, analysis.study, len(analysis.comparisons))
+    codes = find_problems(*arms, analysis.study, analysis.planned)
     if scores and len(tables) < len(ties):
         codes, tables = (*codes, "no_items"), []
     names = {arm.method: arm for arm in reversed(arms)}
-    problems = [data.format_problems(explain_problems(codes, names, len(scores), len(analysis.comparisons)))]
+    problems = [data.format_problems(explain_problems(codes, names, len(scores), analysis.planned))]
     if not {"unevaluated", "other_rates"} & set(codes):  # these say it already
         problems += [text for text in (rates_problem(setting, arms),) if text]
     problem = join([text for text in problems if text[0]], ("; ", "；"))
@@ -239,13 +291,13 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     what = sentence("nothing")
     if tables:
         there, back = _scale(part.measure, group, arms, fmean(score for _, score in scores))
-        found = combine([overall(*table, level=1 - LEVEL / looks) for table in tables], 1.0, looks)
+        found = combine([overall(*table, level=analysis.level) for table in tables], 1.0, looks)
         mean = there(found.mean)
         if found.low is not None and found.high is not None:
             interval = min(there(found.low), there(found.high)), max(there(found.low), there(found.high))
         columns = (f"{fmean(column):.4g}" for column in zip(*scores, strict=True))
         values = dict(zip(("score", "reference_score"), columns, strict=True))
-        texts = describe_number(part, unit, mean, interval, len(scores))
+        texts = describe_number(part, unit, mean, interval, len(scores), level=analysis.level)
         what = sentence(part.measure, method=claim.method, reference_arm=name, **values, **texts)
 
     def test(threshold: float) -> float | None:

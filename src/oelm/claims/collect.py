@@ -25,11 +25,16 @@ class Collection:
     benchmarks: list[Benchmark] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what cannot be used, and why
 
+    def add(self, benchmark: Benchmark) -> None:
+        """Add a benchmark, unless it is a copy of one that is there."""
+        if all(benchmark.record != other.record for other in self.benchmarks):
+            self.benchmarks.append(benchmark)
+
     @property
     def ages(self) -> dict[str, int]:
-        """Runs that ended before and after the rules were fixed, and runs that do not say when."""
-        runs = [record for analysis in self.analyses for record in analysis.records]
-        counts = Counter(_age(record.results.get("ended")) for record in runs)
+        """Runs that ended before and after the rules were fixed, or do not say when; copies count once."""
+        runs = {(r.identity.key, r.method): r for analysis in self.analyses for r in analysis.records}
+        counts = Counter(_age(record.results.get("ended")) for record in runs.values())
         return {age: counts[age] for age in ("before", "after", "undated")}
 
 
@@ -51,7 +56,7 @@ def collect(paths: Sequence[Path]) -> Collection:
             raise UserError(f"{path}: no such file or folder")
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            found.benchmarks.append(Benchmark(path.name, read_record(path)))
+            found.add(Benchmark(path.name, read_record(path)))
     if not found.analyses and not found.benchmarks:
         why = f" ({found.left_out[0]})" if found.left_out else ""
         names = ", ".join(map(str, paths))
@@ -80,7 +85,7 @@ def _search(folder: Path, found: Collection, seen: set[Path]) -> None:
     for path in sorted(folder.rglob("*.json")):
         if not _read(path, seen):
             with contextlib.suppress(UserError):  # some other JSON file
-                found.benchmarks.append(Benchmark(path.name, read_record(path)))
+                found.add(Benchmark(path.name, read_record(path)))
             seen.add(path.resolve())
 
 

@@ -115,6 +115,7 @@ def _threshold(
     decisive = _decisive(findings, verdict)
     summary = _summary(findings) if len(findings) > 1 else []
     rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
+    rest += [sentence("copied", n=len(fitting.copies))] if fitting.copies else []
     if claim.per_hour:
         verdict, hour = _per_hour(verdict, benchmarks)
         rest.append(hour)
@@ -147,7 +148,8 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
     findings = []
     for case, p, p_gain in zip(cases, decisive, gains, strict=True):
         verdict, why = _compare(case, p, p_gain)
-        if case.part.at_margin and case.collapsed and verdict == SUPPORTED:
+        no_worse = case.part.at_margin or case.part.measure == "kept"
+        if no_worse and case.collapsed and verdict == SUPPORTED:
             verdict, why = NOT_DECIDED, [*why, sentence("collapsed")]
         sentences = [case.what, *why]
         if case.setting is not None:
@@ -351,8 +353,6 @@ def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -
     """Why the trials of a setting say nothing about the best learning rates."""
     if problem := rates_problem(setting, arms):
         return problem
-    if len({trial.seed for trial in arms[0].trials}) < 2:
-        return sentence("rates_one_run")
     if any(arm.unevaluated for arm in arms) or arms[0].lr_scores.keys() != arms[1].lr_scores.keys():
         return data.format_problems([notice("problem.unequal_trials")])
     step = max(high / low for low, high in pairwise(sorted(arms[0].lr_scores)))

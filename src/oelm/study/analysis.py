@@ -87,14 +87,16 @@ def analyse_records(
     groups.sort(key=lambda group: (group.task, group.model, group.setting))
     margin = study.table.margin if study else 1.0
     pairs = [(group, *pair) for group in groups for pair in _contrasts(group, study)]
-    comparisons = [_compare(*pair, margin, study, len(pairs)) for pair in pairs]
+    planned = max(len(pairs), len(study.contrasts) * len(study.tasks) if study else 0)
+    comparisons = [_compare(*pair, margin, study, planned) for pair in pairs]
     used = {id(record) for group in groups for record in group.records}
     tested = [record for record in unique.values() if record.test is not None]
     return Analysis(
         title=study.title if study and study.title else title,
         study=study,
         groups=groups,
-        comparisons=_corrected(comparisons),
+        comparisons=_corrected(comparisons, planned),
+        planned=planned,
         across=_across(comparisons),
         left_out=left_out,
         copies=len(records) - len(unique),
@@ -110,15 +112,17 @@ def _contrasts(group: Group, study: Study | None) -> list[tuple[str, str]]:
     return [pair for pair in study.contrasts if set(pair) <= group.arms.keys()]
 
 
-def _corrected(comparisons: list[Comparison]) -> list[Comparison]:
+def _corrected(comparisons: list[Comparison], planned: int) -> list[Comparison]:
     """Correct p (Holm) for all planned comparisons, differences and equivalences each in a family of their
-    own. A comparison with problems counts as p = 1, so that no fault in the data makes others look better."""
+    own. One with problems, or without runs, counts as p = 1, so that no fault in the data makes others look
+    better."""
+    missing = [1.0] * (planned - len(comparisons))
     found = [c.combined if c.combined and not c.problems else None for c in comparisons]
     corrected = []
     for name in ("p", "margin_p"):
         p_values = [getattr(one, name, None) for one in found]
-        adjusted = statistics.holm([1.0 if p is None else p for p in p_values])
-        corrected.append([None if p is None else a for p, a in zip(p_values, adjusted, strict=True)])
+        adjusted = statistics.holm([1.0 if p is None else p for p in p_values] + missing)
+        corrected.append([None if p is None else a for p, a in zip(p_values, adjusted, strict=False)])
     return [
         replace(c, p_holm=p, margin_p_holm=margin_p)
         for c, p, margin_p in zip(comparisons, *corrected, strict=True)

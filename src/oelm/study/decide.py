@@ -77,6 +77,7 @@ class Combined:
     high: float | None
     p: float | None  # the largest
     margin_p: float | None
+    spread: float = 0.0  # half the distance between the largest and the smallest mean
 
 
 def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combined:
@@ -95,6 +96,7 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
         max(high for _, high in ends if high is not None),
         min(1.0, looks * largest),
         min(1.0, looks * max(value for value in tost if value is not None)),
+        (max(one.mean for one in tables) - min(one.mean for one in tables)) / 2,
     )
 
 

@@ -86,7 +86,9 @@ def plan_runs(
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
     further = _near_ties(matrix, choice_seeds, scores, larger_is_better) if measure == "near-ties" else {}
     if measure == "all":
-        further = {m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores)] for m in whole}
+        further = {
+            m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores) is not None] for m in whole
+        }
     _measure(matrix, seeds, further)
     return matrix
 

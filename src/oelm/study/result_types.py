@@ -227,7 +227,7 @@ class Comparison:
 
     @property
     def only_family(self) -> bool:
-        """Whether the 95 % interval excludes 0 but p, corrected for the other comparisons, does not."""
+        """Whether the interval excludes 0 but p, corrected for the other comparisons, does not."""
         found = self.combined
         if self.verdict != "open" or found is None or found.low is None or found.high is None:
             return False
@@ -273,6 +273,7 @@ class Analysis:
     groups: list[Group]
     comparisons: list[Comparison]
     across: list[Across]
+    planned: int = 0  # comparisons, those without runs included
     left_out: int = 0  # records in the folder that do not belong to the study
     copies: int = 0  # of runs that are in the folder twice
     unused: int = 0  # measured runs that the study, as it is now, does not ask for
@@ -281,6 +282,11 @@ class Analysis:
     changed: "Analysis | None" = None  # as the changed study would have it; the verdicts are the plan's
     unplanned: bool = False  # a study without a recorded plan
     mixtures: dict[str, list[str]] = field(default_factory=dict)  # package, ... -> the values
+
+    @property
+    def level(self) -> float:
+        """Of the intervals of differences: 95 %, or more where the study looks several times."""
+        return 1 - decide.LEVEL / (len(self.study.looks) if self.study else 1)
 
     @property
     def records(self) -> list[Record]:

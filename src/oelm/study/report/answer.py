@@ -45,7 +45,7 @@ def clause(view: View, comparison: Comparison) -> str:
         return view.words("answer.void", **values, reasons=reasons(view, comparison), seen=seen)
     digits = view.digits(comparison)
     values |= {"p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
-    values |= {"diff": _difference(view, comparison), "count": len(view.analysis.comparisons)}
+    values |= {"diff": _difference(view, comparison), "count": view.analysis.planned}
     values["interval"] = view.span(found.low, found.high, digits)
     values["margin"] = view.amount(group, f"{comparison.margin:g}")
     if verdict == "open":
@@ -72,7 +72,10 @@ def _narrowing(view: View, comparison: Comparison) -> str:
     """What would narrow an interval that decides nothing: more seeds, or only more test items."""
     found, group = comparison.overall, comparison.group
     assert found is not None
-    needed = seeds_needed(found, bound := group.bound(comparison.margin))
+    bound = group.bound(comparison.margin)
+    if comparison.combined is not None and comparison.combined.spread > bound:
+        return view.words("answer.narrow_rates")
+    needed = seeds_needed(found, bound)
     if needed is not None:
         return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
     if found.half_width() <= bound:
@@ -97,7 +100,7 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
     }
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
     seeds = min(len(c.seeds) for c in comparisons)
-    return explain_problems(codes, arms, seeds, len(view.analysis.comparisons))
+    return explain_problems(codes, arms, seeds, view.analysis.planned)
 
 
 def _difference(view: View, comparison: Comparison) -> str:

@@ -128,7 +128,8 @@ def _claim(view: View, verdict: Verdict) -> list[Block]:
             digits = numbers.digits_for(*verdict.interval)
             measured = numbers.fixed(verdict.number, digits)
             ends = words.range(*(numbers.fixed(end, digits) for end in verdict.interval))
-            measured = view.with_detail(measured, words("claim.interval", interval=ends))
+            rates = verdict.unit == "ratio"  # those that near-ties allow
+            measured = view.with_detail(measured, ends if rates else words("claim.interval", interval=ends))
         if verdict.unit:
             measured = words("unit.amount", amount=measured, unit=claim_data()["units"][verdict.unit][zh])
         blocks.append(Paragraph(words("claim.also", number=measured, n=verdict.n), tone="note"))

@@ -42,6 +42,9 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
             task = view.label(c.group)
             yield "void", notice("study.void", task=task, method=c.method, reasons=problems(view, c))
     for group in analysis.groups:
+        missing = [name for name in (analysis.study.arms if analysis.study else ()) if name not in group.arms]
+        if missing:
+            yield "unfinished", notice("study.no_runs", task=view.label(group), methods=missing)
         # Trials that say nothing yet: what is concluded about their methods must wait for them.
         if runs := [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]:
             yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)

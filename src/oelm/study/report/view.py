@@ -26,15 +26,16 @@ MOST_KEYS = 4  # in which a published recipe differs
 
 
 class Words:
-    """The texts of one language. Values are put in as they are: escaping is the templates' work."""
+    """The texts of one language. Values are put in as they are: escaping is the templates' work. `level` is
+    that of a study's intervals."""
 
-    def __init__(self, lang: str) -> None:
+    def __init__(self, lang: str, level: float = 0.95) -> None:
         if lang not in LANGUAGES:
             raise UserError(f"there is no report in {lang!r}; languages: {', '.join(LANGUAGES)}")
-        self.lang = lang
+        self.lang, self.level = lang, level
 
     def __call__(self, key: str, **values: Any) -> str:
-        return fill(table()[key][self.lang], values, self.lang)
+        return fill(table()[key][self.lang], {"level": f"{100 * self.level:g} %", **values}, self.lang)
 
     def name(self, kind: str, raw: str) -> str:
         """What a metric, a trivial baseline or a split is called; itself where the table does not know it."""
@@ -52,7 +53,7 @@ class View:
     """An analysis in one language."""
 
     def __init__(self, analysis: Analysis, words: Words) -> None:
-        self.analysis, self.words = analysis, words
+        self.analysis, self.words = analysis, Words(words.lang, analysis.level)
 
     @cached_property
     def colours(self) -> dict[str, int]:
