@@ -275,6 +275,12 @@ def test_another_metric_than_the_claims_decides_nothing():
     assert found.verdict == "not decided" and "the study compares f1_macro" in found.why
 
 
+def test_a_study_without_a_recorded_plan_decides_nothing():
+    (analysis,) = tuned(pairs(-3))
+    found = verdicts([replace(analysis, unplanned=True)])["C9"]
+    assert found.verdict == "not decided" and "no plan that was recorded" in found.why
+
+
 def test_an_arm_is_not_what_it_is_called():
     """A study may call any arm "baseline", be it another method or one with settings of its own."""
     (analysis,) = tuned(pairs(-3))

@@ -146,12 +146,14 @@ def _planned(claim: Claim, setting: Setting) -> list[str]:
 
 def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
     """Why the learning rates of these arms decide nothing: not chosen from enough, by one run each or by
-    another metric, or best at an edge."""
+    another metric, without a plan, or best at an edge."""
     matrix, study = setting.group.matrix, setting.analysis.study
     if matrix is None or study is None or not all(arm.chosen and _is_choice(arm) for arm in arms):
         return sentence("untuned", fewest=FEWEST_RATES)
     if study.table.metric not in (None, "accuracy", "perplexity"):
         return sentence("other_metric", metric=study.table.metric)
+    if setting.analysis.unplanned:
+        return sentence("unplanned")
     if study.table.choose_seeds < 2:
         return sentence("rates_one_run")
     if study.table.measure == "best":
