@@ -68,8 +68,10 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     if precision not in (None, theirs["training.precision"]) and "training.precision" not in found:
         found.append("training.precision")
     items, epoch = experiment.published.get("train_items"), (results.get("final") or {}).get("epoch")
-    if items and epoch and abs(results["samples"] / epoch / items - 1) > 0.002:
-        found.append(f"training items ({results['samples'] / epoch:,.0f} of {items:,})")
+    if items and epoch:  # older records do not count the items
+        ours_items = results.get("train_items") or results["samples"] / epoch
+        if abs(ours_items / items - 1) > 0.002:
+            found.append(f"training items ({ours_items:,.0f} of {items:,})")
     return found
 
 
@@ -88,6 +90,10 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "final_accuracy": ("final", "metrics", "accuracy"),
     "loss": ("best", "metrics", "loss"),
     "time_s": ("total_time_s",),
+    "validation_time_s": ("eval_time_s",),
+    "seconds_per_step": ("reports", "timing_stats", "mean_step_time"),
+    "mean_seconds_per_step": ("reports", "timing_stats", "mean_step_time"),
+    "median_seconds_per_step": ("reports", "timing_stats", "median_step_time"),
     "parameters": ("parameters", "total"),
     "trained parameters": ("parameters", "trainable"),
     "frozen parameters": ("parameters", "frozen"),
