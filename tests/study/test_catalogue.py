@@ -526,6 +526,8 @@ def test_a_run_says_whether_it_is_an_exact_repeat():
     start = {"epoch": 0.0045, "split": "test", "metrics": {}}  # seven steps, rounded
     short = made_results(config, samples=112, train_items=25_000, final=start)
     assert differences(experiment, config, short) == []
+    for damaged in ({"final": "?"}, {"final": {"epoch": "?"}}, {"samples": None}):
+        assert differences(experiment, config, made_results(config, **damaged)) == []
 
 
 def test_published_times_of_a_step_stand_beside_those_of_a_run():

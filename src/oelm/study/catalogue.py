@@ -8,6 +8,7 @@ from typing import Any
 
 from oelm.config import RunConfig, make_config
 from oelm.errors import UserError
+from oelm.study.record_checks import is_number
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     precision = results.get("precision")
     if precision not in (None, theirs["training.precision"]) and "training.precision" not in found:
         found.append("training.precision")
-    items, epoch = experiment.published.get("train_items"), (results.get("final") or {}).get("epoch")
-    if items and epoch:  # older records do not count the items
-        ours_items = results.get("train_items") or results["samples"] / epoch
-        if abs(ours_items / items - 1) > 0.002:
-            found.append(f"training items ({ours_items:,.0f} of {items:,})")
+    items, final = experiment.published.get("train_items"), results.get("final")
+    count, samples = results.get("train_items"), results.get("samples")
+    epoch = final.get("epoch") if isinstance(final, Mapping) else None
+    if count is None and samples and is_number(epoch) and epoch:  # older records do not have it
+        count = samples / epoch
+    if items and count is not None and abs(count / items - 1) > 0.002:
+        found.append(f"training items ({count:,.0f} of {items:,})")
     return found
 
 
