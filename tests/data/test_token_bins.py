@@ -79,6 +79,8 @@ def test_what_was_read_is_written_again(world, tmp_path):
         (lambda f: (f / "val.bin").write_bytes(b""), "is empty"),
         (lambda f: (f / "val.bin").write_bytes(b"abc"), "no whole number of tokens"),
         (lambda f: np.array([5, 60000], np.uint16).tofile(f / "val.bin"), "holds the token 60,000"),
+        (lambda f: np.arange(1, 65, dtype=np.int64).tofile(f / "val.bin"), "eight bytes a token"),
+        (lambda f: np.zeros(1, np.uint16).tofile(f / "train.bin"), "only end tokens"),
     ],
 )
 def test_files_that_cannot_be_right_are_refused(world, tmp_path, write, message):

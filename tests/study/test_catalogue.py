@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from oelm.cli.experiments import _render
+from oelm.cli.experiments import _print_table, _render
 from oelm.config import ModelConfig
 from oelm.data.catalogue import TASKS
 from oelm.errors import UserError
@@ -24,6 +25,7 @@ from oelm.method import get_method
 from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.models.gpt_config import gpt_config
 from oelm.study.catalogue import beside, differences, experiment_config, get_experiment, list_experiments
+from tests.study.report_folders import copy_run
 
 ROOT = Path(__file__).parents[2]
 GPT, BERT = "gpt-medium-512", "bert-base-uncased"
@@ -446,6 +448,25 @@ def test_every_experiment_is_readable_at_80_columns(id):
             assert all(f"{step:,} {value:.4f}" in shown for step, value in points)
 
 
+def test_a_narrow_terminal_shows_every_id_whole(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    _print_table(list_experiments())
+    shown = capsys.readouterr().out
+    assert all(id in shown for id in ROWS) and "…" not in shown
+
+
+def test_runs_of_an_experiment_say_in_what_they_differ(monkeypatch, tmp_path):
+    copy_run(tmp_path / "runs/a", "oelm", "imdb", 1e-3, 1, 0.8)
+    config = tmp_path / "runs/a/config.toml"
+    config.write_text('experiment = "IMDB-oelm"\n' + config.read_text())
+    monkeypatch.chdir(tmp_path)
+    shown = " ".join(_render(get_experiment("IMDB-oelm")).split())
+    assert re.search(
+        r"Runs of it here - runs/a: validation accuracy 0\.8, .*; differs in .*training\.seed", shown
+    )
+
+
 def test_json_for_programs():
     everything: list[dict[str, Any]] = json.loads(oelm("experiments", "--json").stdout)
     assert [entry["id"] for entry in everything] == sorted(ROWS)
@@ -502,6 +523,19 @@ def test_a_run_says_whether_it_is_an_exact_repeat():
     found = differences(experiment, other, made_results(config, precision="bf16", samples=67_500))
     assert {"training.lr", "model.name", "training.precision"} <= set(found)
     assert "training items (22,500 of 25,000)" in found and "training.save_every" not in found
+    start = {"epoch": 0.0045, "split": "test", "metrics": {}}  # seven steps, rounded
+    short = made_results(config, samples=112, train_items=25_000, final=start)
+    assert differences(experiment, config, short) == []
+    for damaged in ({"final": "?"}, {"final": {"epoch": "?"}}, {"samples": None}):
+        assert differences(experiment, config, made_results(config, **damaged)) == []
+
+
+def test_published_times_of_a_step_stand_beside_those_of_a_run():
+    times = {"mean_step_time": 0.02, "median_step_time": 0.01}
+    values = made_results(experiment_config("GPT-03"), eval_time_s=9.0, reports={"timing_stats": times})
+    rows = {name: (a, b) for name, a, b in beside(get_experiment("GPT-03"), values)}
+    assert rows["seconds_per_step"] == (0.184, 0.02) and rows["mean_seconds_per_step"] == (0.0768998, 0.02)
+    assert rows["median_seconds_per_step"] == (0.0622793, 0.01) and rows["validation_time_s"][1] == 9
 
 
 def test_published_figures_stand_beside_those_of_the_same_split():

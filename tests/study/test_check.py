@@ -127,7 +127,7 @@ def test_options_of_the_check_need_it(tmp_path):
     assert "belong to --check" in str(done.exception)
     (tmp_path / "other.json").write_text("{}")
     done = CliRunner().invoke(app, ["experiments", "--read", str(tmp_path / "other.json")])
-    assert "not a record" in str(done.exception)
+    assert "other.json is not a record" in str(done.exception)
 
 
 def test_the_table_in_the_docs_is_that_of_the_record() -> None:

@@ -138,6 +138,8 @@ def test_published_figures_stand_beside_those_of_the_same_step(tmp_path):
     assert plain["published"]["history"]["5000"] == {"loss": 2.0468}
     assert plain["published"]["time"]["total_s"] == 23_400
     assert len(plain["history"]) == 12 and plain["published"]["last_training_loss"] == 1.46
+    assert "training.weight_decay" in plain["published"]["differs_in"]
+    assert re.search(r"M512-GPT: differs from the published recipe in .*training\.weight_decay", text)
 
 
 def test_a_history_on_another_split_has_no_published_one_beside_it(tmp_path):

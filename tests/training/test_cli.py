@@ -155,6 +155,21 @@ def test_a_narrow_terminal_cuts_nothing(oelm_cli, run, world, monkeypatch):
     assert "".join(line.split()[0] for line in out.splitlines()[1:]) == long.name
 
 
+def test_status_names_a_folder_without_runs_and_the_use_of_the_gpus(oelm_cli, world, monkeypatch):
+    (world / "none").mkdir()
+    program = world / "programs" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho '0, NVIDIA RTX A5000, 97, 2048, 24564'\necho '1, X, [N/A], 1, 2'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    code, out, _ = oelm_cli("status", "none")
+    assert code == 0
+    assert out.splitlines() == [
+        "no runs in none yet",
+        "GPU 0 (NVIDIA RTX A5000): 97 % busy, 2.0 of 24.0 GiB",
+    ]
+
+
 def test_nobody_reading_the_display_ends_no_run(world):
     """`oelm train ... 2>&1 | head -1`: the run goes on to its end."""
     arguments = [*TRAIN, "--set", "training.log_every=1", "--out", "runs/piped"]

@@ -77,10 +77,13 @@ def prepare(
     Example: oelm data prepare imdb --tokenizer gpt2 --max-length 512
     """
     from oelm.data import Choice
-    from oelm.data.token_bins import write_bins
+    from oelm.data.catalogue import TASKS
+    from oelm.data.token_bins import check_bins, write_bins
     from oelm.data.writer import copy_store
 
     choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
+    if bins is not None and name in TASKS:  # before the minutes that tokenising takes
+        check_bins(name, TASKS[name].kind, bins)
     store = choice.store(show_progress=not as_json)
     if bins is not None:
         write_bins(store, bins)

@@ -49,7 +49,7 @@ def experiments(
         from oelm.study.check import render_table
         from oelm.system.files import read_object
 
-        say(render_table(read_object(read)))
+        say(render_table(read_object(read), read))
         return
     chosen = [get_experiment(id) for id in ids or ()] or list_experiments()
     if check:
@@ -87,7 +87,9 @@ def _print_table(catalogue: "list[Experiment]") -> None:
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in ("ID", "task", "model", "method", "lr", "length", "published", "time"):
-        table.add_column(name, justify="right" if name in ("lr", "length", "published", "time") else "left")
+        number = name in ("lr", "length", "published", "time")
+        wraps = name in ("task", "model", "method")  # a narrow terminal breaks these; nothing is cut
+        table.add_column(name, justify="right" if number else "left", no_wrap=not wraps, overflow="fold")
     for experiment in catalogue:
         config = experiment.config
         training = config["training"]
@@ -162,9 +164,11 @@ def _records(experiment: "Experiment") -> list[str]:
         for record in find_records(root, []) if root.is_dir() else ():
             best = record.results.get("best") or {}
             if record.config.experiment == experiment.id and record.metric in best.get("metrics", {}):
-                exact = "" if differences(experiment, record.config, record.results) else ", an exact repeat"
+                differing = ", ".join(differences(experiment, record.config, record.results))
+                how = f"differs in {differing}" if differing else "an exact repeat"
                 score = f"{best['split']} {record.metric} {best['metrics'][record.metric]:.4g}"
-                lines.append(f"  {record.folder}: {score}, {clock(record.results['total_time_s'])}{exact}")
+                took = clock(record.results["total_time_s"])
+                lines.append(ITEM.fill(f"{record.folder}: {score}, {took}; {how}"))
     return lines
 
 

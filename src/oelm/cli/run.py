@@ -131,8 +131,8 @@ def beside_published(config: "RunConfig", results: dict[str, Any]) -> str:
     def cell(value: float) -> str:
         return f"{value:>14,.0f}" if value >= 1000 else f"{value:>14.4g}"
 
-    rows = [f"  {name:<20} {cell(a)} {cell(b)}" for name, a, b in beside(experiment, results)]
-    return "\n".join([f"{experiment.id}: {how}", f"  {'':<20} {'published':>14} {'here':>14}", *rows])
+    rows = [f"  {name:<23} {cell(a)} {cell(b)}" for name, a, b in beside(experiment, results)]
+    return "\n".join([f"{experiment.id}: {how}", f"  {'':<23} {'published':>14} {'here':>14}", *rows])
 
 
 @app.command()
@@ -279,20 +279,24 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Which runs there are, how far they are, and the time left.
+    """Which runs there are, how far they are, the time left, and the use of the GPUs.
 
     Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
     """
-    from oelm.training.status import find_runs, run_status
+    from oelm.training.status import find_runs, gpu_use, run_status
 
     roots = folders or [Path("runs")]
     if as_json:
         say(json.dumps([vars(run_status(folder)) for folder in find_runs(roots)]))
         return
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     def picture() -> Any:
-        return status_table([run_status(f) for f in find_runs(roots)])
+        runs = [run_status(folder) for folder in find_runs(roots)]
+        nothing = Text(f"no runs in {', '.join(map(str, roots))} yet")
+        return Group(status_table(runs) if runs else nothing, *map(Text, gpu_use()))
 
     screen = console()
     if not watch:

@@ -75,6 +75,8 @@ def _read(file: Path, vocabulary: int) -> Array:
         problem = "is empty" if not size else f"has {size:,} bytes, no whole number of tokens"
         raise UserError(f"{file} {problem}; it must hold token ids as uint16 or uint32")
     tokens = np.memmap(file, "<u4" if four else "<u2", mode="r")
+    if four and len(tokens) > 1 and not tokens[1 : 1 << 20 : 2].any():
+        raise UserError(f"{file} seems to hold eight bytes a token; write its token ids as uint16 or uint32")
     largest = max(int(tokens[i : i + BLOCK].max()) for i in range(0, len(tokens), BLOCK))
     if largest >= vocabulary:
         raise UserError(
@@ -107,17 +109,24 @@ def _copy(split: str, tokens: Array, writer: SplitWriter, tokenizer: Any, warnin
         writer.append(tokens=block, documents=starts, bytes=int(lengths[block].sum()))
         writer.meta["items"] += len(starts)
         last, place = int(block[-1]), place + len(block)
+    if not writer.meta["items"]:
+        raise UserError(f"the {split} tokens hold no text, only end tokens; write them again")
     if writer.meta["items"] == 1:
         warnings.append(notice("data.no_documents", split=split))
     return writer.close()
 
 
-def write_bins(store: Store, folder: Path) -> None:
-    """A corpus as train.bin, val.bin and test.bin in a new folder; two bytes a token if that is enough."""
-    if not task_kind(store.kind).stream:
-        raise UserError(f"token files hold one stream of tokens; {store.task} is for {store.kind}")
+def check_bins(task: str, kind: str, folder: Path) -> None:
+    """Raise unless a task of this kind can be written as token files to this folder."""
+    if not task_kind(kind).stream:
+        raise UserError(f"token files hold one stream of tokens; {task} is for {kind}")
     if folder.exists():
         raise UserError(f"{folder} exists already; name a new folder")
+
+
+def write_bins(store: Store, folder: Path) -> None:
+    """A corpus as train.bin, val.bin and test.bin in a new folder; two bytes a token if that is enough."""
+    check_bins(store.task, store.kind, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(folder) as beside:
         for split in store.splits.values():

@@ -8,6 +8,7 @@ from typing import Any
 
 from oelm.config import RunConfig, make_config
 from oelm.errors import UserError
+from oelm.study.record_checks import is_number
 from oelm.training.folder import flat
 
 
@@ -68,9 +69,13 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     precision = results.get("precision")
     if precision not in (None, theirs["training.precision"]) and "training.precision" not in found:
         found.append("training.precision")
-    items, epoch = experiment.published.get("train_items"), (results.get("final") or {}).get("epoch")
-    if items and epoch and abs(results["samples"] / epoch / items - 1) > 0.002:
-        found.append(f"training items ({results['samples'] / epoch:,.0f} of {items:,})")
+    items, final = experiment.published.get("train_items"), results.get("final")
+    count, samples = results.get("train_items"), results.get("samples")
+    epoch = final.get("epoch") if isinstance(final, Mapping) else None
+    if count is None and samples and is_number(epoch) and epoch:  # older records do not have it
+        count = samples / epoch
+    if items and count is not None and abs(count / items - 1) > 0.002:
+        found.append(f"training items ({count:,.0f} of {items:,})")
     return found
 
 
@@ -81,6 +86,10 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "final_accuracy": ("final", "metrics", "accuracy"),
     "loss": ("best", "metrics", "loss"),
     "time_s": ("total_time_s",),
+    "validation_time_s": ("eval_time_s",),
+    "seconds_per_step": ("reports", "timing_stats", "mean_step_time"),
+    "mean_seconds_per_step": ("reports", "timing_stats", "mean_step_time"),
+    "median_seconds_per_step": ("reports", "timing_stats", "median_step_time"),
     "parameters": ("parameters", "total"),
     "trained parameters": ("parameters", "trainable"),
     "frozen parameters": ("parameters", "frozen"),

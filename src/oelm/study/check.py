@@ -210,10 +210,10 @@ def _memory(entry: dict[str, Any]) -> str:
     return f"{entry['peak_memory_bytes'] / 1e9:.2f} GB" if entry["peak_memory_bytes"] else ""
 
 
-def render_table(record: dict[str, Any]) -> str:
-    """A record as Markdown."""
+def render_table(record: dict[str, Any], file: Path) -> str:
+    """The record of a file as Markdown."""
     if record.get("schema") != SCHEMA or not isinstance(record.get("experiments"), list):
-        raise UserError("this is not a record that `oelm experiments --check` has written")
+        raise UserError(f"{file} is not a record of `oelm experiments --check`; --record writes one")
     where = record["environment"].get("gpu") or record["environment"]["cpu"]
     rows = [HEADER, ("---",) * len(HEADER)]
     for entry in record["experiments"]:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from oelm.errors import UserError
-from oelm.study.catalogue import Experiment, get_experiment
+from oelm.study.catalogue import Experiment, differences, get_experiment
 from oelm.study.record_checks import is_number
 from oelm.study.records import Record, mean_of
 from oelm.study.result_types import Group
@@ -111,7 +111,7 @@ class Course:
     @cached_property
     def published(self) -> Row:
         """The same numbers as published: `history` (step -> metrics, on the same split), `time`,
-        `parameters`, `efficiency`, `last_training_loss`; only what was published."""
+        `parameters`, `efficiency`, `last_training_loss`; only what was published. And `differs_in`."""
         if self.experiment is None:
             return {}
         given = self.experiment.published
@@ -134,7 +134,9 @@ class Course:
             "efficiency": {name: given[key] for name, key in names.items() if key in given},
             "last_training_loss": given.get("last_training_loss"),
         }
-        return {name: value for name, value in found.items() if value}
+        record = self.records[0]
+        differing = differences(self.experiment, record.config, record.results)
+        return {name: value for name, value in found.items() if value} | {"differs_in": differing}
 
     def to_plain(self) -> Row:
         names = ("method", "lr", "split", "history", "at_steps", "last_phase", "fit", "time", "parameters")

@@ -11,7 +11,7 @@ STATUSES = ("completed", "interrupted", "failed")
 # The types of keys that are there.
 RESULTS = {
     "text": ("status", "task", "metric", "model", "precision", "architecture", "ended", "experiment"),
-    "number": ("samples", "train_time_s", "eval_time_s", "total_time_s", "peak_memory_bytes"),
+    "number": ("train_items", "samples", "train_time_s", "eval_time_s", "total_time_s", "peak_memory_bytes"),
     "list": ("warnings",),
     "object": ("references", "parameters", "arithmetic"),
 }

@@ -160,6 +160,7 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         "steps_planned": run.resolved.total_steps,
         "stopped_early": progress.stopped_early,
         "at_chance": progress.at_chance,
+        "train_items": len(run.store["train"]),
         "samples": progress.samples,
         "tokens": progress.tokens * run.state.num_processes,
         "train_time_s": round(progress.train_time_s, 3),

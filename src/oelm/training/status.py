@@ -1,5 +1,8 @@
 """What runs where, how far, how long still: read from the folders of runs, without touching them."""
 
+import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,3 +114,20 @@ def is_locked(folder: Path) -> bool:
     except (OSError, UserError):
         pass
     return False
+
+
+def gpu_use() -> list[str]:
+    """A line for every GPU: how busy it is, and its memory; nothing without nvidia-smi."""
+    program, lines = shutil.which("nvidia-smi"), []
+    if program is None:
+        return []
+    query = ["--query-gpu=index,name,utilization.gpu,memory.used,memory.total"]
+    with suppress(OSError, subprocess.SubprocessError):
+        command = [program, *query, "--format=csv,noheader,nounits"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        for line in asked.stdout.splitlines():
+            with suppress(ValueError):  # "[N/A]", or an error message
+                index, name, busy, used, total = (part.strip() for part in line.split(","))
+                memory = f"{int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB"
+                lines.append(f"GPU {index} ({name}): {int(busy)} % busy, {memory}")
+    return lines

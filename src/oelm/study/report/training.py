@@ -21,6 +21,7 @@ def training(view: View) -> list[Block]:
         found = courses(group)
         if not found:
             continue
+        blocks += [_recipe(view, course.published) for course in found if course.published]
         histories: list[Block] = [_history(view, group, course) for course in found if course.history]
         blocks += [*histories, _note(view, "history")] if histories else []
         blocks += _noted(view, _at_steps(view, group, found), "at_steps")
@@ -39,6 +40,12 @@ def _noted(view: View, table: Table | None, note: str) -> list[Block]:
 
 def _note(view: View, name: str) -> Paragraph:
     return Paragraph(view.words(f"training.{name}_note"), tone="note")
+
+
+def _recipe(view: View, published: Row) -> Paragraph:
+    keys = view.words.items(published["differs_in"])
+    name = "training.recipe_differs" if keys else "training.recipe_same"
+    return Paragraph(view.words(name, id=published["experiment"], keys=keys))
 
 
 def _scored(group: Group) -> str:
