@@ -220,9 +220,11 @@ def test_records_whose_values_are_wrong(world: Path, tmp_path: Path, file: str, 
             continue
         change_value(victim, place, kind)
         analysis = analyse(study)
-        failed = sum(len(arm.failures) for group in analysis.groups for arm in group.arms.values())
-        lost = analysis.left_out + len(analysis.damaged) + failed
+        lost = analysis.left_out + len(analysis.damaged)
         used = {record.folder for group in analysis.groups for record in group.records}
+        used |= {
+            run.folder for group in analysis.groups for arm in group.arms.values() for run in arm.failures
+        }
         assert len(used) + lost + analysis.unused + analysis.copies == 16, place
         assert all(str(victim) in str(problem) for problem in analysis.damaged), place
         judge([analysis])
