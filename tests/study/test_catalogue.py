@@ -139,6 +139,7 @@ PARAMETERS = {
 
 # Rows of the training split, of the tasks that are trained in epochs.
 TRAIN_ITEMS = {"imdb": 25_000, "ag_news": 120_000, "xnli": 392_702, "mnli": 392_702, "sst2": 67_349}
+TRAIN_TOKENS = {"tinystories": 448_000_000, "openwebtext": 99_000_000}
 
 # Validation by step: thousands of steps, and the losses, accuracies (per cent) or F1 at these.
 M512_STEPS = (*range(1, 11), *range(15, 100, 5), 99)
@@ -272,6 +273,7 @@ def test_each_published_figure_is_the_reports(id):
     assert published.pop("split") == ("test" if task in CHOSEN_ON_TEST else "validation")
     assert all(isinstance(note, str) for note in published.pop("notes"))
     assert published.pop("train_items", None) == TRAIN_ITEMS.get(task)
+    assert published.pop("train_tokens", None) == TRAIN_TOKENS.get(task)
     total, frozen = PARAMETERS[id]
     assert published.pop("parameters") == {"total": total, "trainable": total - frozen, "frozen": frozen}
     assert published.pop("epoch_times_s", None) == pytest.approx(EPOCH_TIMES.get(id), abs=0.06)
@@ -526,6 +528,12 @@ def test_a_run_says_whether_it_is_an_exact_repeat():
     start = {"epoch": 0.0045, "split": "test", "metrics": {}}  # seven steps, rounded
     short = made_results(config, samples=112, train_items=25_000, final=start)
     assert differences(experiment, config, short) == []
+    config = experiment_config("GPT-02")
+    whole, sample = (made_results(config, train_items=windows) for windows in (875_000, 20_000))
+    assert differences(get_experiment("GPT-02"), config, whole) == []
+    found = differences(get_experiment("GPT-02"), config, sample)
+    assert found == ["training tokens (10.2M of 448M)"]
+    config = experiment_config("IMDB-oelm")
     for damaged in ({"final": "?"}, {"final": {"epoch": "?"}}, {"samples": None}):
         assert differences(experiment, config, made_results(config, **damaged)) == []
 

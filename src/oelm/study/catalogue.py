@@ -76,6 +76,9 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
         count = samples / epoch
     if items and count is not None and abs(count / items - 1) > 0.002:
         found.append(f"training items ({count:,.0f} of {items:,})")
+    tokens, here = experiment.published.get("train_tokens"), (count or 0) * config.task.max_length
+    if tokens and here and abs(here / tokens - 1) > 0.1:  # the published count is that of a file's megabytes
+        found.append(f"training tokens ({here / 1e6:,.1f}M of {tokens / 1e6:,.0f}M)")
     return found
 
 
