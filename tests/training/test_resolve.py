@@ -112,4 +112,4 @@ def test_without_save_every_the_clock_decides(tmp_path, monkeypatch):
         loop.train(config, store, tmp_path / str(seconds), show=False)
         kept[seconds] = sorted(path.name for path in (tmp_path / str(seconds)).glob("checkpoints/step-*"))
     assert [int(name[5:]) for name in kept[0.0]] == [2, 4, 6, 8, 9]  # where the run looks at its loss anyway
-    assert [int(name[5:]) for name in kept[3600.0]] == [9]
+    assert not kept[3600.0]  # what improved was held in memory
