@@ -39,7 +39,7 @@ def run(task, out, data_dir, cache, *, train_size=None, max_length=64, tokenizer
     ("task", "train_size", "steps", "lr", "least"),
     [
         ("sst2", 20_000, 400, 2e-3, 0.65),
-        ("ag_news", 8_000, 250, 2e-3, 0.70),
+        pytest.param("ag_news", 8_000, 250, 2e-3, 0.70, marks=pytest.mark.slow),
         pytest.param("snli", 30_000, 700, 1e-3, 0.46, marks=pytest.mark.slow),
     ],
 )
@@ -73,6 +73,7 @@ def test_what_was_recorded_is_what_the_saved_model_does(data_dir, tmp_path):
     assert checked.frozen_parameters == results["parameters"]["frozen"] == 65_536
 
 
+@pytest.mark.slow
 def test_a_language_model_beats_unigrams(data_dir, tmp_path):
     sizes = {"tokenizer": "train:1024", "steps": 150, "batch_size": 16, "lr": 4e-3}
     results = run("wikitext-2", tmp_path / "run", data_dir, tmp_path / "cache", **sizes)
