@@ -35,7 +35,13 @@ def test_the_kernels_over_the_whole_range_of_their_inputs_on_a_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "file", ["interpreted_value_only.py", "interpreted_own.py", "interpreted_cross_entropy.py"]
+    "file",
+    [
+        "interpreted_value_only.py",
+        "interpreted_own.py",
+        "interpreted_heads.py",
+        "interpreted_cross_entropy.py",
+    ],
 )
 def test_the_kernels_in_tritons_interpreter(file: str) -> None:
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
