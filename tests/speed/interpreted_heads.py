@@ -1,4 +1,4 @@
-"""Attention with dropout and windows on a CPU. Run with TRITON_INTERPRET=1 by test_interpreted.py."""
+"""Attention with dropout and windows, in Triton's interpreter or on a GPU. Run by test_interpreted.py."""
 
 import itertools
 from collections.abc import Callable
@@ -8,17 +8,19 @@ import torch
 from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
+from oelm.speed.kernels.attention_triton import INTERPRETED
 from oelm.speed.kernels.heads_triton import forward
 
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LENGTHS = [1, 37, 0, 50, 5, 32, 0]
 ROWS, HEADS, DIM = sum(LENGTHS), 2, 64
-BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(DEVICE)
 SCALE = DIM**-0.5
 
 
 def drawn(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> list[Tensor]:
     """q, k and v, (1, H, T, D)."""
-    return [torch.randn(1, rows, HEADS, DIM).to(dtype).transpose(1, 2) for _ in range(3)]
+    return [torch.randn(1, rows, HEADS, DIM).to(DEVICE, dtype).transpose(1, 2) for _ in range(3)]
 
 
 def texts() -> list[slice]:
@@ -26,17 +28,17 @@ def texts() -> list[slice]:
 
 
 def seeded(number: int) -> Tensor:
-    return torch.tensor([number])
+    return torch.tensor([number], device=DEVICE)
 
 
 def kept(seed: int, chance: float) -> list[Tensor]:
     """What dropout leaves of every weight of each text, (H, L, L): 0 or 1 / (1 - chance). With equal scores
     and the rows of an identity as values, an output is the row of weights itself."""
-    q = k = torch.zeros(1, HEADS, ROWS, DIM)
-    v = torch.zeros(1, HEADS, ROWS, DIM)
+    q = k = torch.zeros(1, HEADS, ROWS, DIM, device=DEVICE)
+    v = torch.zeros(1, HEADS, ROWS, DIM, device=DEVICE)
     for part in texts():
         length = part.stop - part.start
-        v[0, :, part, :length] = torch.eye(length)
+        v[0, :, part, :length] = torch.eye(length, device=DEVICE)
     out = forward(q, k, v, BOUNDS, seeded(seed), False, SCALE, chance, 0)[0]
     return [out[0, :, p, : p.stop - p.start] * (p.stop - p.start) for p in texts()]
 
@@ -48,7 +50,7 @@ def plain(masks: list[Tensor], window: int = 0, causal: bool = False) -> Callabl
         out = torch.zeros_like(v)
         for part, mask in zip(texts(), masks, strict=True):
             scores = q[0, :, part] @ k[0, :, part].transpose(1, 2) * SCALE
-            places = torch.arange(scores.shape[-1])
+            places = torch.arange(scores.shape[-1], device=DEVICE)
             far = (places[:, None] - places).abs() > window if window else torch.zeros_like(scores) > 0
             hidden = far | (places > places[:, None]) if causal else far
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1) * mask
@@ -65,13 +67,13 @@ def trained(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> 
 
 
 def errors(ours: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor]) -> list[float]:
-    grad = torch.randn(1, HEADS, ROWS, DIM)
+    grad = torch.randn(1, HEADS, ROWS, DIM).to(DEVICE)
     found = trained(ours, inputs, grad.to(inputs[0].dtype))
     exact = trained(twin, [x.double() for x in inputs], grad.double())
     return [error(a, b) for a, b in zip(found, exact, strict=True)]
 
 
-ONES = [torch.ones(HEADS, length, length) for length in LENGTHS if length]
+ONES = [torch.ones(HEADS, length, length, device=DEVICE) for length in LENGTHS if length]
 
 
 @pytest.mark.usefixtures("tiles")

@@ -29,8 +29,9 @@ def test_the_kernels_over_the_whole_range_of_their_inputs() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernels_over_the_whole_range_of_their_inputs_on_a_gpu() -> None:
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "kernel_ranges.py")
+@pytest.mark.parametrize("file", ["kernel_ranges.py", "interpreted_heads.py"])
+def test_the_kernels_on_a_gpu(file: str) -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", file)
 
 
 @pytest.mark.slow
