@@ -65,7 +65,11 @@ for head_dim in (64, 128):
             ):
                 more = {"to_score": 0.1} if kernel.__module__ == joint_triton.__name__ else {}
                 options = attention_triton.launch_options(tiles, like)
-                check(kernel, *tensors, *[strides] * count, **common, **more, **options)
+                plain = attention_triton.NOTHING_HIDDEN.arguments()
+                dropped = {"DROPOUT": True, "seed": MockTensor(torch.int64), "chance": 0.1}
+                hidden = [plain, plain | dropped] + ([] if causal else [plain | {"WINDOW": 64}])
+                for values in [{}] if kernel is attention_triton._value_kernel else hidden:
+                    check(kernel, *tensors, *[strides] * count, **common, **more, **values, **options)
 check(adamw_triton._coast_kernel, *[numbers] * 5, 16, 7, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
 tables = {"PIECE": adamw_triton.PIECE}
 check(adamw_triton._squares_kernel, MockTensor(torch.int64), numbers, numbers, 100, **tables)

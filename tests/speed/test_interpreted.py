@@ -29,13 +29,20 @@ def test_the_kernels_over_the_whole_range_of_their_inputs() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernels_over_the_whole_range_of_their_inputs_on_a_gpu() -> None:
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "kernel_ranges.py")
+@pytest.mark.parametrize("file", ["kernel_ranges.py", "interpreted_heads.py"])
+def test_the_kernels_on_a_gpu(file: str) -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "file", ["interpreted_value_only.py", "interpreted_own.py", "interpreted_cross_entropy.py"]
+    "file",
+    [
+        "interpreted_value_only.py",
+        "interpreted_own.py",
+        "interpreted_heads.py",
+        "interpreted_cross_entropy.py",
+    ],
 )
 def test_the_kernels_in_tritons_interpreter(file: str) -> None:
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")

@@ -144,6 +144,30 @@ class Model:
     assert not list(private_uses(text))
 
 
+def test_attention_of_transformers_is_known_by_name_and_can_be_ours():
+    model = build("bert")
+    assert private_transformers.attention_name(model) == "sdpa"
+    attention, mask = private_transformers.sdpa_functions()
+    q = torch.randn(1, 2, 5, 8)
+    module = nn.Module()
+    module.is_causal = False
+    found, _ = attention(module, q, q, q, None)
+    right = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    torch.testing.assert_close(found, right)
+    assert callable(mask)
+    seen = []
+
+    def ours(module, *parts, **options):
+        seen.append(options)
+        return attention(module, *parts, **options)
+
+    transformers.AttentionInterface.register("test", ours)
+    transformers.AttentionMaskInterface.register("test", mask)
+    model.set_attn_implementation("test")
+    model(torch.ones(1, 4, dtype=torch.long), kept="for every layer")
+    assert [options["kept"] for options in seen] == ["for every layer"] * 3
+
+
 def test_every_function_here_has_a_test():
     tested = Path(__file__).read_text(encoding="utf-8")
     for module in MODULES:

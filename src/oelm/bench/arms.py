@@ -94,9 +94,16 @@ class HuggingFaceTrainer(Arm):
     def __init__(self, case: Case, compiled: bool) -> None:
         split, pad_id, gpu = case.store["train"], case.store.pad_id, case.device.type == "cuda"
         self.device, self.load = case.device, Load.of(split.lengths)
-        self.operations = self.load.operations(case.config, "classification", causal=True)
-        gpt2 = gpt2_config(case.config, num_labels=case.config.num_labels, pad_token_id=pad_id)
-        self.model = AutoModelForSequenceClassification.from_config(gpt2, attn_implementation="sdpa")
+        gpt = case.model["architecture"] == "gpt"
+        self.operations = self.load.operations(case.config, "classification", causal=gpt)
+        labels: dict[str, Any] = {"num_labels": case.config.num_labels, "pad_token_id": pad_id}
+        if gpt:
+            gpt2 = gpt2_config(case.config, **labels)
+            self.model = AutoModelForSequenceClassification.from_config(gpt2, attn_implementation="sdpa")
+        else:
+            self.model = AutoModelForSequenceClassification.from_pretrained(
+                case.size, attn_implementation="sdpa", dtype=torch.float32, **labels
+            )
         # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
@@ -119,7 +126,7 @@ class HuggingFaceTrainer(Arm):
         )
         self.timed: Window | None = None
         self.about = (
-            f"GPT2ForSequenceClassification, Trainer, {'bf16' if gpu else 'fp32'}, SDPA, fused AdamW, "
+            f"{type(self.model).__name__}, Trainer, {'bf16' if gpu else 'fp32'}, SDPA, fused AdamW, "
             f"dynamic padding grouped by length, {'compiled' if compiled else 'eager'}"
         )
 

@@ -23,7 +23,8 @@ from oelm.data import Store, open_store
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import PRESETS, size_name
 
-WORKS = ("classification", "lm", "freezing")
+WORKS = ("classification", "lm", "freezing")  # of the reference GPT: what "all" stands for
+OTHERS = ("freezing", "pretrained")  # of other models
 METHODS = ("baseline", "oelm", "oelm-value-only")
 ARMS = (
     "ours", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
@@ -50,16 +51,19 @@ class Settings:
     stop_after: float | None
 
     def __post_init__(self) -> None:
-        if not self.work or not set(self.work) <= set(WORKS):
+        known, gpt = (*WORKS, OTHERS[-1]), size_name(self.size) in PRESETS
+        if not self.work or not set(self.work) <= set(known):
             raise UserError(
-                f"--work {','.join(self.work)}: no such work; there are {', '.join(WORKS)} and all"
+                f"--work {','.join(self.work)}: no such work; there are {', '.join(known)} and all"
             )
-        if size_name(self.size) not in PRESETS and self.work != ("freezing",):
+        if gpt and "pretrained" in self.work:
+            raise UserError("--work pretrained needs a model's folder: --size my-bert")
+        if not gpt and not set(self.work) <= set(OTHERS):
             raise UserError(
                 f"--size {self.size}: peers are of the reference GPT's sizes ({', '.join(PRESETS)}); "
-                "other models take --work freezing"
+                f"other models take --work {' or '.join(OTHERS)}"
             )
-        if size_name(self.size) not in PRESETS and not Path(self.size, "config.json").is_file():
+        if not gpt and not Path(self.size, "config.json").is_file():
             raise UserError(f"--size {self.size} is neither a size of the reference GPT nor a model's folder")
         for name in self.leave_out:
             if name not in ARMS:
@@ -93,8 +97,10 @@ def _classification(settings: Settings, stores: list[Store]) -> Data:
     texts, longest = settings.steps * settings.batch_size, settings.max_length
     samples = [sample_texts(store, texts) for store in stores if store.kind == "classification"]
     if not stores:
+        other = other_model(settings.size)
+        words = other.vocab_size if other else settings.vocab_size
         lengths = {kind: made_lengths(kind, texts, longest) for kind in MADE_LENGTHS}
-        samples = [made_texts(f"made-{kind}", n, settings.vocab_size, longest) for kind, n in lengths.items()]
+        samples = [made_texts(f"made-{kind}", n, words, longest) for kind, n in lengths.items()]
     for sample in samples:
         yield sample.task, sample, settings.batch_size, sample.max_length
 
@@ -130,6 +136,7 @@ _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
     "classification": _classification,
     "lm": _language,
     "freezing": _freezing,
+    "pretrained": _classification,
 }
 
 
@@ -139,6 +146,13 @@ def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
     if case.work == "freezing":
         methods = METHODS if case.model["architecture"] == "gpt" else METHODS[:2]  # one is for our GPT alone
         arms = {method: partial(Ours, case, method) for method in methods}
+    elif case.work == "pretrained":
+        arms = {
+            "ours": partial(Ours, case, "baseline"),
+            "oelm": partial(Ours, case, "oelm"),
+            "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
+            "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
+        }
     elif case.work == "classification":
         # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
         steps = max(1, len(case.store["train"]) // FEWER // case.batch_size)

@@ -29,7 +29,9 @@ RATES: dict[str, Callable[[Window], float]] = {
     "operations_per_s": lambda w: w.operations / w.seconds,
 }
 # What a case's arms are compared by.
-QUANTITIES = {"classification": "texts_per_s", "lm": "tokens_per_s", "freezing": "step_s"}
+QUANTITIES = {
+    "classification": "texts_per_s", "pretrained": "texts_per_s", "lm": "tokens_per_s", "freezing": "step_s",
+}  # fmt: skip
 
 
 def run_bench(

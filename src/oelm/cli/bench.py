@@ -16,9 +16,12 @@ ON_GPU: dict[str, Any] = {"max_length": 512, "tokens_per_step": 65536, "steps": 
 
 
 def bench(
-    work: Annotated[str, typer.Option(help="classification, lm, freezing, or all.")] = "all",
+    work: Annotated[
+        str, typer.Option(help="classification, lm, freezing, all of these, or pretrained.")
+    ] = "all",
     size: Annotated[
-        str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ...; a model's folder for freezing.")
+        str | None,
+        typer.Option(help="gpt-tiny, gpt-medium-512, ...; a model's folder for freezing and pretrained."),
     ] = None,
     data: Annotated[
         list[str] | None, typer.Option(help="A prepared folder (oelm data prepare); may be repeated.")

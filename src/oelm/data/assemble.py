@@ -40,9 +40,10 @@ class Packing(NamedTuple):
 class Batch:
     """One process's share of a batch, by the names that a Hugging Face model is called with.
 
-    Padded: `input_ids`, `attention_mask` (B, L) and, for pairs, `token_type_ids`. Packed: `input_ids` and
-    `position_ids` (1, N), `bounds` (B + 1,): text k is `[bounds[k]:bounds[k + 1]]`. Targets are `labels`:
-    (B,) classes or values, (B, L) tags, (B, T) targets; or `start` and `end` (B,) of an answer.
+    Padded: `input_ids`, `attention_mask` (B, L) and, for pairs, `token_type_ids`. Packed: `input_ids`,
+    `position_ids` and perhaps `token_type_ids` (1, N), `bounds` (B + 1,): text k is
+    `[bounds[k]:bounds[k + 1]]`. Targets are `labels`: (B,) classes or values, (B, L) tags, (B, T) targets;
+    or `start` and `end` (B,) of an answer.
     """
 
     ids: Array  # (B,) the items' ids in the store
@@ -101,6 +102,8 @@ def filled(batch: Batch, longest: int, pad_id: int) -> Batch:
         "position_ids": join(batch.inputs["position_ids"], positions)[None],
         "bounds": join(batch.inputs["bounds"], added),
     }
+    if "token_type_ids" in batch.inputs:
+        inputs["token_type_ids"] = join(batch.inputs["token_type_ids"], np.zeros(extra, np.int64))[None]
     targets = {name: join(values, np.full(len(added), IGNORE)) for name, values in batch.targets.items()}
     return replace(batch, inputs=inputs, targets=targets, longest=longest)
 
@@ -128,8 +131,8 @@ def round_width(n: int) -> int:
     return -(-n // step) * step
 
 
-def packed_batch(split: Split, items: Array) -> Batch:
-    """The items of a share, end to end."""
+def packed_batch(split: Split, items: Array, segments: bool = False) -> Batch:
+    """The items of a share, end to end. `segments`: the second text of a pair is marked."""
     places, lengths = _gather(split.offsets, items)
     ends = np.cumsum(lengths)
     positions = np.arange(len(places)) - np.repeat(ends - lengths, lengths)
@@ -138,6 +141,9 @@ def packed_batch(split: Split, items: Array) -> Batch:
         "position_ids": torch.from_numpy(positions)[None],
         "bounds": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
     }
+    if segments and split.second is not None:
+        marks = positions >= np.repeat(split.second[items], lengths)
+        inputs["token_type_ids"] = _long(marks)[None]
     targets = {"labels": torch.from_numpy(split.labels[items])} if split.has("labels") else {}
     return Batch(split.ids[items], inputs, targets, len(places), int(lengths.max()))
 

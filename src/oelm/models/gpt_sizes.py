@@ -1,7 +1,11 @@
 """The reference GPT's named sizes: plain numbers, for those who need no model."""
 
+import functools
 import re
 from pathlib import Path
+
+from oelm.system.files import read_object
+from oelm.system.version import NUMERICS, NUMERICS_OTHERS
 
 # Named sizes: (layers, d_model, heads, positions).
 SIZES = {
@@ -40,3 +44,15 @@ def size_name(name: str) -> str:
     letters = re.sub(r"[\s_-]+", "", name.lower())
     ours = {re.sub("-", "", size): size for size in SIZES}
     return REPORTED.get(letters, ours.get(letters, name))
+
+
+def is_reference(name: str) -> bool:
+    """Whether this is the reference GPT: one of its sizes, or the folder of a model that was saved here."""
+    config = Path(name, "config.json")
+    return name in SIZES or (config.is_file() and read_object(config).get("model_type") == "oelm-gpt")
+
+
+@functools.cache
+def numerics_of(name: str) -> int:
+    """The numerics version of runs of this model."""
+    return NUMERICS if is_reference(name) else NUMERICS_OTHERS

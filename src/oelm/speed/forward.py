@@ -80,7 +80,7 @@ class FastForward:
             return type(model).forward(model, input_ids, attention_mask, labels, **kwargs)
         out = model.transformer(input_ids, attention_mask, packing=packing, rows=rows, **kwargs)
         x = out.last_hidden_state
-        pooled = x.flatten(0, 1) if rows is not None else _mean_packed(x[0], packing.bounds.long())  # type: ignore[union-attr]
+        pooled = x.flatten(0, 1) if rows is not None else operations.mean_packed(x[0], packing.bounds.long())  # type: ignore[union-attr]
         return model.classified(pooled, labels, None)
 
     def _model(
@@ -213,10 +213,3 @@ def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:
 
 def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
     return x if residual is None else x + residual
-
-
-def _mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
-    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
-    text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
-    sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
-    return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)

@@ -16,16 +16,26 @@ from oelm.data.assemble import Packing
 from oelm.system.private_torch import varlen_attn
 
 try:
-    from oelm.speed.kernels import attention_triton, cross_entropy_triton, joint_triton, norm_triton
+    from oelm.speed.kernels import (
+        attention_triton,
+        cross_entropy_triton,
+        heads_triton,
+        joint_triton,
+        norm_triton,
+    )
     from oelm.speed.kernels.rows_triton import row_sums
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     attention_triton = cross_entropy_triton = joint_triton = norm_triton = None  # type: ignore[assignment]
+    heads_triton = None  # type: ignore[assignment]
     row_sums = None  # type: ignore[assignment]
 
 # On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
 # cuDNN's cannot take packed texts; where all have 512 tokens it takes longer, but for classifiers at 2,048
 # only 0.87 of ours, and for language models at 4,096 0.94. Elsewhere nobody has looked.
 MEASURED = 9  # compute capability, the major number
+
+# Tokens of a text up to which our kernels drop each weight of attention by a random number of its own.
+LONGEST_DROPPED = 0 if attention_triton is None else attention_triton.LONGEST_DROPPED
 
 _allowed = True
 
@@ -47,9 +57,13 @@ def without_kernels() -> Iterator[None]:
 
 def have_kernels(device: torch.device, dtype: torch.dtype, d_model: int, heads: int) -> bool:
     """Whether attention and norms of this size can be computed by our kernels on this device."""
-    if attention_triton is None:
-        return False
-    if d_model // heads > attention_triton.MAX_HEAD_DIM or d_model > norm_triton.MAX_WIDTH:
+    fits = norm_triton is not None and d_model <= norm_triton.MAX_WIDTH
+    return fits and have_attention(device, dtype, d_model // heads)
+
+
+def have_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention of heads of this size can be computed by our kernels on this device."""
+    if attention_triton is None or head_dim > attention_triton.MAX_HEAD_DIM:
         return False
     if attention_triton.INTERPRETED:
         return True
@@ -85,7 +99,41 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_quer
     return portable(q, k, v, packing, one_query)
 
 
-def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
+def heads_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Attention over (1, H, N, D) tensors of packed texts, of the same shape. With `dropout`, the integer
+    `seed` on the device decides what is dropped; with `window` a token sees those at most so far away."""
+    if attention_triton is not None and run_here(q):
+        dropout = 0.0 if seed is None else dropout
+        return heads_triton.forward(
+            q, k, v, packing.bounds.contiguous(), seed, causal, scale, dropout, window
+        )[0]
+    q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))  # (N, H, D)
+    out = portable(q, k, v, packing, causal=causal, scale=scale, dropout=dropout, window=window)
+    return out.transpose(0, 1)[None]
+
+
+def portable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    one_query: bool = False,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    window: int = 0,
+) -> Tensor:
     """The same through padding and `F.scaled_dot_product_attention`: the definition, for any device."""
     starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
     place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
@@ -100,9 +148,15 @@ def portable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool 
         mask = (real | ~some[:, None])[:, None, None]
         out = F.scaled_dot_product_attention(q[:, :, None], widen(k), widen(v), attn_mask=mask)[:, :, 0]
         return out * some[:, None, None]
+    seen = real[:, None, :]
+    if causal or window:
+        away = torch.arange(packing.longest, device=q.device)
+        away = away[:, None] - away  # how far a key lies before a query
+        seen = seen & (away >= 0 if causal else away.abs() <= window)
     # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
-    mask = (real[:, None, :] | ~real[:, :, None])[:, None]
-    out = F.scaled_dot_product_attention(widen(q), widen(k), widen(v), attn_mask=mask).transpose(1, 2)
+    mask = (seen | ~real[:, :, None])[:, None]
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "scale": scale}
+    out = F.scaled_dot_product_attention(widen(q), widen(k), widen(v), **options).transpose(1, 2)
     token = torch.arange(len(q), device=q.device)
     text = torch.searchsorted(ends, token, right=True)
     return out.flatten(0, 1).index_select(0, text * packing.longest + token - starts[text])
@@ -130,6 +184,13 @@ def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tenso
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Rows of (B, T, C), counted through all texts, as (B, rows / B, C)."""
     return x.flatten(0, 1).index_select(0, rows).view(x.shape[0], -1, x.shape[2])
+
+
+def mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
+    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
+    text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+    sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
+    return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from oelm.speed.cuda_graphs import GraphedStep
 from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
 from oelm.speed.operations import have_kernels, without_kernels
+from oelm.speed.pretrained import PackedForward, why_not
 from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
@@ -32,11 +33,13 @@ class FastStep(PlainStep):
         """`given` as for the plain step; with `watch` it is compared with that one now and then."""
         super().__init__(*given)
         raw, self.watch = self.raw, watch
-        self.forward = None
+        self.forward: FastForward | PackedForward | None = None
         if isinstance(raw, OelmGPTPreTrainedModel):
             sizes = raw.config.d_model, raw.config.num_heads
-            dtype = DTYPES.get(self.precision, torch.float32)
-            self.forward = FastForward(raw, have_kernels(self.state.device, dtype, *sizes))
+            self.forward = FastForward(raw, have_kernels(self.state.device, self.dtype, *sizes))
+        elif self.layout.packed:
+            self.forward = PackedForward(raw)
+        if self.forward is not None:
             self.forward.install()
         self.windows = self._make_windows()
         if self.windows is not None:
@@ -52,13 +55,19 @@ class FastStep(PlainStep):
         packed, recorded = self.padded is None, self.eager is None
         self.layout = replace(self.layout, packed=packed, round_widths=recorded)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+        return DTYPES.get(self.precision, torch.float32)
+
     def _why_padded(self) -> str | None:
         """Why texts are padded in this run; None where they are packed."""
-        is_gpt = isinstance(self.raw, OelmGPTPreTrainedModel)
-        if not self.objective.kind.packable or not is_gpt:
-            return "only classifiers of the reference GPT are packed"
+        if not self.objective.kind.packable:
+            return "only the texts of classifiers are packed"
         if self.state.device.type != "cuda":
             return "without a GPU padding to similar lengths is as fast"
+        if not isinstance(self.raw, OelmGPTPreTrainedModel):
+            return why_not(self.raw, self.state.device, self.dtype, self.objective.store.max_length)
         if self.raw.config.attention_dropout:
             return f"attention dropout {self.raw.config.attention_dropout:g} needs padded attention"
         return None
@@ -94,7 +103,8 @@ class FastStep(PlainStep):
         self.copies = None
         copied: list[nn.Parameter] = []
         if self.precision == "bf16":
-            self.copies = Bf16Copies(self.raw, torch.bfloat16, self.forward)
+            own = self.forward if isinstance(self.forward, FastForward) else None
+            self.copies = Bf16Copies(self.raw, torch.bfloat16, own)
             assert isinstance(self.optimizer, RecordableAdamW)
             self.optimizer.clip = self.config.training.clip
             self.optimizer.copies = {id(weight): copy for weight, copy in self.copies.trained}
@@ -244,7 +254,8 @@ class FastStep(PlainStep):
             "a step is a CUDA graph" if self.eager is None else f"no CUDA graphs ({self.eager})",
         ]
         if paths["own_kernels"]:
-            parts.append("attention and norms by kernels of our own")
+            norms = " and norms" if isinstance(self.forward, FastForward) else ""
+            parts.append(f"attention{norms} by kernels of our own")
         if paths["own_adamw"]:
             parts.append("AdamW is one kernel for all weights")
         if self.rows:

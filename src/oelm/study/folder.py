@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from oelm.config import ArmConfig, MethodConfig, RunConfig, merge, read_toml, to_toml
 from oelm.errors import UserError
+from oelm.models.gpt_sizes import numerics_of
 from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.record_checks import type_problem
 from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
 from oelm.system import files
 from oelm.system.messages import Notice
-from oelm.system.version import NUMERICS
 from oelm.training.folder import difference
 from oelm.training.predictions import is_published, larger_is_better, write_predictions
 
@@ -65,7 +65,9 @@ class Setting:
                 del known[other]
 
     def identity(self, cell: Cell) -> Identity:
-        return identify(self.run_config(cell), self.store.fingerprint, self.precision, NUMERICS)
+        config = self.run_config(cell)
+        numerics = numerics_of(str(config.model.name))
+        return identify(config, self.store.fingerprint, self.precision, numerics)
 
     def fits(self, record: Record) -> bool:
         """Whether a record, perhaps of another machine, is of this setting; precision "auto" accepts any."""

@@ -12,12 +12,24 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 
 
 def has_model_for(auto_class: str, config: PreTrainedConfig) -> bool:
     """Whether an Auto class, by its name, has a model for the architecture of this config."""
     return type(config) in getattr(transformers, auto_class)._model_mapping
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """The attention implementation that a model uses now: "sdpa", "eager", ..."""
+    return str(model.config._attn_implementation)
+
+
+def sdpa_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The attention that "sdpa" stands for, and what makes its masks."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def block_class_names(model: PreTrainedModel) -> set[str]:

@@ -204,7 +204,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in values.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
-def environment(device: Any, processes: int) -> dict[str, Any]:
+def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[str, Any]:
     """Where a run took place: versions, commit, hardware. No user name, no host name, no paths."""
     import torch
 
@@ -214,7 +214,7 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
             packages[name] = metadata.version(name)
     found: dict[str, Any] = {
         "oelm": __version__,
-        "numerics": NUMERICS,
+        "numerics": numerics,
         "python": platform.python_version(),
         "packages": packages,
         "commit": _commit(),

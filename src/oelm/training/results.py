@@ -16,9 +16,9 @@ from oelm.data.tokenizer import JOINER, Encoder
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
+from oelm.models.gpt_sizes import numerics_of
 from oelm.system.messages import notice
 from oelm.system.private_accelerate import lacks_package, tracker_classes
-from oelm.system.version import NUMERICS
 from oelm.training.failure import failure_kind, reason_of
 from oelm.training.folder import flat
 from oelm.training.resolve import ResolvedRun
@@ -187,7 +187,7 @@ def arithmetic(run: "Run") -> dict[str, Any]:
     """What two runs must share to be a pair: version, path, order of sums, kind of device, precision."""
     device = run.state.device
     return {
-        "numerics": NUMERICS,
+        "numerics": numerics_of(str(run.config.model.name)),
         "path": "plain" if run.step.plain and run.progress.plain_from is None else "fast",
         "plain_from": run.progress.plain_from,
         "deterministic": run.config.training.deterministic,

@@ -14,6 +14,7 @@ from oelm.data import Store
 from oelm.data.tasks.base import Objective
 from oelm.errors import UserError
 from oelm.models.build import build_model
+from oelm.models.gpt_sizes import numerics_of
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import Notice, notice, read_notice
 from oelm.system.progress import Display, duration
@@ -122,7 +123,7 @@ def start_run(
         audit(raw, before)
     around: dict[str, Any] = {}
     if state.is_main_process:
-        around = environment(state.device, state.num_processes)
+        around = environment(state.device, state.num_processes, numerics_of(str(config.model.name)))
         now = arithmetic(around)
         # Note where a resumed run goes on with other threads, processes, devices or packages than it had.
         if progress.made_with and (changed := changes(progress.made_with, now)):

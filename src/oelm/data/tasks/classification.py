@@ -35,7 +35,7 @@ class ClassificationObjective(Objective):
     def batch(self, split: str, items: Array, layout: Layout = PADDED) -> Batch:
         if not layout.packed:
             return super().batch(split, items, layout)
-        batch = packed_batch(self.store[split], items)
+        batch = packed_batch(self.store[split], items, layout.segments)
         if layout.round_widths and split == "train":
             batch = filled(batch, self.store.max_length, self.store.pad_id)
         return batch

@@ -8,6 +8,9 @@ to the base 2, with log2(e) folded into the scale, because that is what the hard
 Tensors are (B, H, T, D) with any strides. Texts that lie end to end are one batch entry (B = 1) with
 `cu_seqlens`. No launch depends on a value on the device, so every call can stand in a CUDA graph. No two
 programs write to one place, so the same inputs give the same bits.
+
+DROPOUT: weights are dropped with a chance. WINDOW: a query sees only the keys that are at most so many places
+before or after it; 0: all.
 """
 
 import math
@@ -22,8 +25,10 @@ from torch import Tensor
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU, in numpy
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 128
+LONGEST_DROPPED = 1 << 13  # tokens of a text up to which no two of its weights share a random number
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_LONGEST_DROPPED = tl.constexpr(LONGEST_DROPPED)
 
 
 @triton.jit
@@ -112,10 +117,39 @@ def product(a, b, sums):
 
 
 @triton.jit
+def random_of(seed, chance, start, DROPOUT: tl.constexpr):
+    """What `keep` needs: a seed of this head's own, the chance, the first row of the text."""
+    if DROPOUT:
+        number = tl.load(seed) + tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+        return number, chance, start.to(tl.int32)
+    return 0, 0.0, 0
+
+
+@triton.jit
+def keep(weights, random, queries, keys):
+    """The weights that dropout keeps, enlarged so that their expected sum stays. What is kept depends on the
+    place alone: a backward pass finds the same. `queries` and `keys` have the dimensions of `weights`."""
+    seed, chance, start = random
+    place = (start + queries) * _LONGEST_DROPPED + keys
+    return tl.where(tl.rand(seed, place) < chance, 0.0, weights / (1 - chance))
+
+
+@triton.jit
+def near(queries, keys, WINDOW: tl.constexpr):
+    return (keys <= queries + WINDOW) & (queries <= keys + WINDOW)
+
+
+@triton.jit
+def within(first, length, BLOCK: tl.constexpr, OTHER: tl.constexpr, WINDOW: tl.constexpr):
+    """From where, in whole tiles of OTHER, to where rows `first` to `first + BLOCK` are near to something."""
+    return tl.maximum(first - WINDOW, 0) // OTHER * OTHER, tl.minimum(first + BLOCK + WINDOW, length)
+
+
+@triton.jit
 def _attend(
-    state, q_tile, k, v, first_query, low, high, length, scale,
+    state, q_tile, k, v, first_query, low, high, length, scale, random,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys low..high. MASKED: some of them are hidden from some of the queries."""
     sums, total, peak = state
@@ -128,13 +162,20 @@ def _attend(
             seen = (keys < length)[None, :]
             if CAUSAL:
                 seen = seen & (keys[None, :] <= queries[:, None])
+            if WINDOW > 0:
+                seen = seen & near(queries[:, None], keys[None, :], WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        # Every query sees key 0, which is in the first tile: from there on the peak is finite.
+        # Every query sees key 0, which is in the first tile: from there on the peak is finite. With a window
+        # it may see no key of the first tiles, and any finite peak will do.
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        if WINDOW > 0:
+            new_peak = tl.maximum(new_peak, -1e30)
         weights = tl.exp2(scores * scale - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         peak = new_peak
         total = total * shrink + tl.sum(weights, 1)
+        if DROPOUT:
+            weights = keep(weights, random, queries[:, None], (first + tl.arange(0, BLOCK_N))[None, :])
         v_tile = load(v, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         sums = product(weights.to(v_tile.dtype), v_tile, sums * shrink[:, None])
     return sums, total, peak
@@ -142,10 +183,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_texts"])
 def forward_kernel(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, seed, chance,
     cu_seqlens, num_texts, rows, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if CAUSAL:  # later queries see more keys: begin with the long work
@@ -168,11 +209,18 @@ def forward_kernel(
     # Only the tiles of keys that hold the text's end or the diagonal need a mask.
     high = tl.minimum(first + BLOCK_M, length) if CAUSAL else length
     masked = (first if CAUSAL else length) // BLOCK_N * BLOCK_N
+    random = random_of(seed, chance, start, DROPOUT)
     state = sums, total, tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    state = _attend(state, q_tile, k, v, first, 0, masked, length, scale,
-                    HEAD_DIM, BLOCK_D, CAUSAL, False, BLOCK_M, BLOCK_N)  # fmt: skip
-    sums, total, peak = _attend(state, q_tile, k, v, first, masked, high, length, scale,
-                                HEAD_DIM, BLOCK_D, CAUSAL, True, BLOCK_M, BLOCK_N)  # fmt: skip
+    if WINDOW > 0:
+        masked, high = within(first, length, BLOCK_M, BLOCK_N, WINDOW)
+    else:
+        state = _attend(state, q_tile, k, v, first, 0, masked, length, scale, random,
+                        HEAD_DIM, BLOCK_D, CAUSAL, False, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
+    state = _attend(state, q_tile, k, v, first, masked, high, length, scale, random,
+                    HEAD_DIM, BLOCK_D, CAUSAL, True, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
+    sums, total, peak = state
+    if WINDOW > 0:  # a query after the text's end sees nothing
+        total = tl.maximum(total, 1e-30)
     store(out, sums / total[:, None], first, length, BLOCK_M, HEAD_DIM, BLOCK_D)
     tl.store(lse + queries, peak + tl.log2(total), mask=queries < length)
 
@@ -303,15 +351,36 @@ def empty_like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
+class Hidden(NamedTuple):
+    """Which weights are left out besides those after a text's end: `seed` is an integer on the device."""
+
+    seed: Tensor | None = None
+    chance: float = 0.0  # of dropout
+    window: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        names = {"DROPOUT": self.chance > 0, "WINDOW": self.window}
+        return names | {"seed": self.seed, "chance": self.chance}
+
+
+NOTHING_HIDDEN = Hidden()
+
+
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    hidden: Hidden = NOTHING_HIDDEN,
 ) -> tuple[Tensor, Tensor]:
     """The output and the base-2 log-sum-exp of each query's scores, (B, H, T). Rows of no text give zeros."""
     out, lse = empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)
     with torch.cuda.device_of(v):
         forward_kernel[grid(v, cu_seqlens, "BLOCK_M")](
             q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            **arguments(v, cu_seqlens, causal, scale), **launch_options(FORWARD, v),
+            **arguments(v, cu_seqlens, causal, scale), **hidden.arguments(), **launch_options(FORWARD, v),
         )  # fmt: skip
     return out, lse
 

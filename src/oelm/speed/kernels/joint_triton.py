@@ -19,17 +19,23 @@ import triton.language as tl
 from torch import Tensor
 
 from oelm.speed.kernels.attention_triton import (
+    NOTHING_HIDDEN,
+    Hidden,
     Tiles,
     arguments,
     first_of_head,
     grid,
     head_of,
+    keep,
     launch_forward,
     launch_options,
     load,
+    near,
     product,
+    random_of,
     rows_of_tile,
     store,
+    within,
 )
 
 QUERIES, KEYS = Tiles(64, 32), Tiles(32, 64)
@@ -38,9 +44,9 @@ KEYS_BOTH_WAYS = KEYS._replace(registers=128)  # 5 % faster with them, where cau
 
 @triton.jit
 def _query_gradient(
-    sums, q_tile, grad_tile, lse_tile, delta, k, v, first_query, low, high, length, scale,
+    sums, q_tile, grad_tile, lse_tile, delta, k, v, first_query, low, high, length, scale, random,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Adds dS K over keys low..high. A key after the text's end is hidden before the exponential: its score
     would be 0, and where all real scores are very negative exp(0 - lse) is infinite, which times a key of
@@ -55,8 +61,12 @@ def _query_gradient(
             scores = tl.where((keys < length)[None, :], scores, float("-inf"))
         if DIAGONAL:
             scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(near(queries[:, None], keys[None, :], WINDOW), scores, float("-inf"))
         weights = tl.exp2(scores * scale - lse_tile[:, None])
         slopes = product(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        if DROPOUT:
+            slopes = keep(slopes, random, queries[:, None], keys[None, :])
         slopes = weights * (slopes - delta[:, None])
         sums = product(slopes.to(k_tile.dtype), k_tile, sums)
     return sums
@@ -64,9 +74,9 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradients(
-    k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first_key, low, high, length, scale,
+    k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first_key, low, high, length, scale, random,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIAGONAL: tl.constexpr, NEAR_END: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Adds dS^T Q and P^T dO over queries low..high. Keys and queries after the text's end weigh nothing."""
     keys = first_key + tl.arange(0, BLOCK_N)
@@ -82,9 +92,14 @@ def _key_gradients(
             lse_tile, delta_tile = tl.load(lse + queries), tl.load(delta + queries)
         scores = product(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         seen = exist & (keys[:, None] <= queries[None, :]) if DIAGONAL else exist
+        if WINDOW > 0:
+            seen = seen & near(queries[None, :], keys[:, None], WINDOW)
         weights = tl.exp2(tl.where(seen, scores, float("-inf")) * scale - lse_tile[None, :])
-        v_sums = product(weights.to(grad_tile.dtype), grad_tile, v_sums)
+        kept = keep(weights, random, queries[None, :], keys[:, None]) if DROPOUT else weights
+        v_sums = product(kept.to(grad_tile.dtype), grad_tile, v_sums)
         slopes = product(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        if DROPOUT:
+            slopes = keep(slopes, random, queries[None, :], keys[:, None])
         slopes = weights * (slopes - delta_tile[None, :])
         k_sums = product(slopes.to(q_tile.dtype), q_tile, k_sums)
     return k_sums, v_sums
@@ -93,9 +108,9 @@ def _key_gradients(
 @triton.jit(do_not_specialize=["num_texts"])
 def _query_kernel(
     q, k, v, out, grad, lse, delta, grad_q, strides, out_strides, grad_strides, joint_strides,
-    cu_seqlens, num_texts, rows, scale, to_score,
+    seed, chance, cu_seqlens, num_texts, rows, scale, to_score,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     start, length, first, is_text = rows_of_tile(
         cu_seqlens, num_texts, rows, tl.program_id(0), BLOCK_M, VARLEN
@@ -120,19 +135,25 @@ def _query_kernel(
 
     high = tl.minimum(first + BLOCK_M, length) if CAUSAL else length
     plain = (first if CAUSAL else length) // BLOCK_N * BLOCK_N
-    sums = _query_gradient(sums, q_tile, grad_tile, lse_tile, delta_tile, k, v, first, 0, plain, length,
-                           scale, HEAD_DIM, BLOCK_D, False, False, BLOCK_M, BLOCK_N)  # fmt: skip
-    sums = _query_gradient(sums, q_tile, grad_tile, lse_tile, delta_tile, k, v, first, plain, high, length,
-                           scale, HEAD_DIM, BLOCK_D, CAUSAL, True, BLOCK_M, BLOCK_N)  # fmt: skip
+    random = random_of(seed, chance, start, DROPOUT)
+    if WINDOW > 0:
+        plain, high = within(first, length, BLOCK_M, BLOCK_N, WINDOW)
+    else:
+        sums = _query_gradient(
+            sums, q_tile, grad_tile, lse_tile, delta_tile, k, v, first, 0, plain, length, scale, random,
+            HEAD_DIM, BLOCK_D, False, False, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
+    sums = _query_gradient(
+        sums, q_tile, grad_tile, lse_tile, delta_tile, k, v, first, plain, high, length, scale, random,
+        HEAD_DIM, BLOCK_D, CAUSAL, True, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
     store(grad_q, sums * to_score, first, length, BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_texts"])
 def _key_kernel(
     q, k, v, grad, lse, delta, grad_k, grad_v, strides, grad_strides, joint_strides,
-    cu_seqlens, num_texts, rows, scale, to_score,
+    seed, chance, cu_seqlens, num_texts, rows, scale, to_score,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     start, length, first, is_text = rows_of_tile(
         cu_seqlens, num_texts, rows, tl.program_id(0), BLOCK_N, VARLEN
@@ -152,19 +173,24 @@ def _key_kernel(
     grad = head_of(grad, grad_strides, start)
     k_tile = load(k, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     v_tile = load(v, first, length, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    low = 0
+    random = random_of(seed, chance, start, DROPOUT)
+    low, high = 0, length
     if CAUSAL:  # earlier queries do not see these keys, the next ones see some of them, later ones all
         low = first + tl.cdiv(BLOCK_N, BLOCK_M) * BLOCK_M
         k_sums, v_sums = _key_gradients(
             k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first, first, tl.minimum(low, length),
-            length, scale, HEAD_DIM, BLOCK_D, True, True, BLOCK_M, BLOCK_N)  # fmt: skip
+            length, scale, random,
+            HEAD_DIM, BLOCK_D, True, True, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
     ragged = low + tl.maximum(length - low, 0) // BLOCK_M * BLOCK_M
+    if WINDOW > 0:
+        ragged, high = within(first, length, BLOCK_N, BLOCK_M, WINDOW)
+    else:
+        k_sums, v_sums = _key_gradients(
+            k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first, low, ragged, length, scale, random,
+            HEAD_DIM, BLOCK_D, False, False, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
     k_sums, v_sums = _key_gradients(
-        k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first, low, ragged, length, scale,
-        HEAD_DIM, BLOCK_D, False, False, BLOCK_M, BLOCK_N)  # fmt: skip
-    k_sums, v_sums = _key_gradients(
-        k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first, ragged, length, length, scale,
-        HEAD_DIM, BLOCK_D, False, True, BLOCK_M, BLOCK_N)  # fmt: skip
+        k_sums, v_sums, k_tile, v_tile, q, grad, lse, delta, first, ragged, high, length, scale, random,
+        HEAD_DIM, BLOCK_D, False, True, BLOCK_M, BLOCK_N, DROPOUT, WINDOW)  # fmt: skip
     store(grad_k, k_sums * to_score, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
     store(grad_v, v_sums, first, length, BLOCK_N, HEAD_DIM, BLOCK_D)
 
@@ -185,15 +211,22 @@ def launch(qkv: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float) -
 forward = torch.library.custom_op("oelm::joint_forward", launch, mutates_args=())
 
 
-@torch.library.custom_op("oelm::joint_backward", mutates_args=())
-def backward(
-    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
-) -> Tensor:
-    joint, delta = qkv.new_empty(qkv.shape), torch.empty_like(lse)
-    (q, k, v), (grad_q, grad_k, grad_v) = _parts(qkv), _parts(joint)
-    out, grad = out.transpose(1, 2), grad.transpose(1, 2)
-    rest = arguments(q, cu_seqlens, causal, scale) | {"to_score": scale}
-    with torch.cuda.device_of(qkv):
+def launch_backward(
+    parts: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    hidden: Hidden = NOTHING_HIDDEN,
+) -> None:
+    """Write the gradients of q, k and v, (B, H, T, D) as these. All three `parts` have the same strides, and
+    so have all `gradients`."""
+    (q, k, v), (grad_q, grad_k, grad_v), delta = parts, gradients, torch.empty_like(lse)
+    rest = arguments(q, cu_seqlens, causal, scale) | hidden.arguments() | {"to_score": scale}
+    with torch.cuda.device_of(q):
         _query_kernel[grid(q, cu_seqlens, "BLOCK_M")](
             q, k, v, out, grad, lse, delta, grad_q, q.stride(), out.stride(), grad.stride(), grad_q.stride(),
             **rest, **launch_options(QUERIES, q),
@@ -202,6 +235,15 @@ def backward(
             q, k, v, grad, lse, delta, grad_k, grad_v, q.stride(), grad.stride(), grad_k.stride(),
             **rest, **launch_options(KEYS if causal else KEYS_BOTH_WAYS, q),
         )  # fmt: skip
+
+
+@torch.library.custom_op("oelm::joint_backward", mutates_args=())
+def backward(
+    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    joint = qkv.new_empty(qkv.shape)
+    whole = out.transpose(1, 2), lse, grad.transpose(1, 2)
+    launch_backward(_parts(qkv), _parts(joint), *whole, cu_seqlens, causal, scale)
     return joint
 
 
