@@ -49,7 +49,7 @@ def install(tmp_path, monkeypatch):
         (folder / TOOL).chmod(0o755)
         source = folder / "driver.c"
         source.write_text(DRIVER % driver)
-        subprocess.run(["cc", "-shared", "-o", folder / "libcuda.so.1", source], check=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
         return lambda: [line.split() for line in record.read_text().splitlines()]
 
     return use
