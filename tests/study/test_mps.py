@@ -122,6 +122,14 @@ def test_nothing_is_started_where_no_gpu_is_shared(install, monkeypatch):
     assert start_daemons(["0"]) == {}
 
 
+def started_with(launcher: LocalLauncher) -> str:
+    """The environment of its worker, as soon as the system shows it."""
+    path = Path(f"/proc/{launcher.workers[0].process.pid}/environ")
+    while not (text := path.read_bytes().decode()):
+        time.sleep(0.01)
+    return text
+
+
 def test_runs_on_one_gpu_share_it_until_the_gpu_fails(install, monkeypatch, tmp_path):
     """Here it fails at once: there is none. The run must not be trained on the CPU instead."""
     told = install()
@@ -131,10 +139,11 @@ def test_runs_on_one_gpu_share_it_until_the_gpu_fails(install, monkeypatch, tmp_
     launcher = LocalLauncher(StudyConfig(jobs=5), 1e9, tmp_path / "log")
     job = RunJob(make_config({"task": {"name": "imdb"}}), tmp_path / "data", tmp_path / "run")
     try:
+        assert launcher.places == 5 and told() == []  # for a dry run no daemon is started
+        assert launcher.start(job)
         assert [*launcher.daemons] == ["4", "5"]  # on the last one a run is alone
         assert [words[1] for words in told()] == ["4", "5"]
-        assert launcher.start(job)
-        environment = Path(f"/proc/{launcher.workers[0].process.pid}/environ").read_bytes().decode()
+        environment = started_with(launcher)
         assert f"{mps.PIPES}={launcher.daemons['4'].environment[mps.PIPES]}\0" in environment
         assert "CUDA_VISIBLE_DEVICES=0\0" in environment
         ended = None
@@ -143,7 +152,7 @@ def test_runs_on_one_gpu_share_it_until_the_gpu_fails(install, monkeypatch, tmp_
         assert (ended.kind, ended.reason.code) == ("device", "run.no_gpu")
         assert not (tmp_path / "run").exists()
         launcher.start(job)
-        environment = Path(f"/proc/{launcher.workers[0].process.pid}/environ").read_bytes().decode()
+        environment = started_with(launcher)
         assert mps.PIPES not in environment and "CUDA_VISIBLE_DEVICES=4\0" in environment
     finally:
         launcher.close()

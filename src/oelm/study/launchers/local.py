@@ -16,7 +16,7 @@ from typing import Any
 from oelm.errors import OUTCOMES, UserError
 from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
-from oelm.study.launchers.mps import start_daemons
+from oelm.study.launchers.mps import MpsDaemon, start_daemons
 from oelm.system.messages import Notice, notice, read_notice
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
@@ -68,14 +68,14 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
 class WorkerProcess:
     """One worker process, and the run it trains (None while it waits for one)."""
 
-    def __init__(self, slot: Slot, shared: dict[str, str], log: Path, answers: queue.Queue[Any]) -> None:
+    def __init__(self, slot: Slot, environment: dict[str, str], log: Path, answers: queue.Queue[Any]) -> None:
         self.slot, self.log = slot, log
         self.job: RunJob | None = None
         with log.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "oelm.study.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env=os.environ | slot.environment | shared,
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for the study, which tells its workers itself
             )  # fmt: skip
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
@@ -113,8 +113,7 @@ class LocalLauncher(Launcher):
         self.workers: list[WorkerProcess] = []
         self.answers: queue.Queue[Any] = queue.Queue()  # (worker, what it says of its run; None: it died)
         self.started = 0
-        per_gpu = Counter(slot.gpu for slot in self.slots if slot.gpu and slot.processes == 1)
-        self.daemons = start_daemons([gpu for gpu, runs in per_gpu.items() if runs > 1])
+        self.daemons: dict[str, MpsDaemon] | None = None  # by GPU; None: not started yet
         self.sharing = True  # new workers share their GPU by its daemon, if it has one
 
     @property
@@ -130,14 +129,23 @@ class LocalLauncher(Launcher):
             for busy in self.workers:
                 free.remove(busy.slot)
             self.logs.mkdir(parents=True, exist_ok=True)
-            daemon = self.daemons.get(free[0].gpu or "") if self.sharing else None
-            shared = daemon.environment if daemon else {}
             log = self.logs / f"worker-{self.started}.log"
-            worker = WorkerProcess(free[0], shared, log, self.answers)
+            worker = WorkerProcess(free[0], self._environment(free[0]), log, self.answers)
             self.started += 1
             self.workers.append(worker)
         worker.train(job)
         return True
+
+    def environments(self) -> list[dict[str, str]]:
+        return [self._environment(slot) for slot in self.slots if slot.processes == 1]
+
+    def _environment(self, slot: Slot) -> dict[str, str]:
+        """What a process in this place is started with."""
+        if self.daemons is None:
+            per_gpu = Counter(slot.gpu for slot in self.slots if slot.gpu and slot.processes == 1)
+            self.daemons = start_daemons([gpu for gpu, runs in per_gpu.items() if runs > 1])
+        daemon = self.daemons.get(slot.gpu or "") if self.sharing else None
+        return os.environ | slot.environment | (daemon.environment if daemon else {})
 
     def poll(self, seconds: float) -> EndedRun | None:
         try:
@@ -173,7 +181,7 @@ class LocalLauncher(Launcher):
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        for daemon in self.daemons.values():  # it waits for its clients
+        for daemon in (self.daemons or {}).values():  # it waits for its clients
             daemon.close()
 
 
