@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import oelm
+from oelm.convert import _one_blas_thread
 from oelm.errors import AuditError, UserError
 from oelm.method import PRESETS, Method, select_layers
 from oelm.models.families import FAMILIES, find_sites
 from oelm.models.fused import SplitQKV
-from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
+from oelm.orthogonal import deviation, draw_blocks, q_factor, to_blocks, to_weight
 from tests.tiny import BUILDERS, VOCAB, build, inputs, logits
 
 every_model = pytest.mark.parametrize("name", BUILDERS)
@@ -587,3 +589,21 @@ def test_a_head_without_a_scale_is_refused():
         site.weight.zero_()
     with pytest.raises(UserError, match="scale 0"):
         oelm.convert(model, Method("x", {"q": "orthogonal"}, init="fresh", gain="own"))
+
+
+def test_blocks_are_drawn_on_one_core_with_the_same_bits():
+    """Threads of BLAS that wait for each other made a conversion of Medium-512 take 15 s instead of 0.3."""
+
+    def threads():
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    def blocks():
+        return draw_blocks("orthogonal", 256, 2, 64, seed=0, name="w").tobytes()
+
+    with threadpool_limits(limits=2, user_api="blas"):
+        before, several = threads(), blocks()
+        with _one_blas_thread():
+            assert threads() and set(threads()) == {1}
+            one = blocks()
+        assert threads() == before
+    assert one == several

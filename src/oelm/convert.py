@@ -1,5 +1,6 @@
 """Apply a Method to a model in place. The model keeps its class and works with any trainer."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
@@ -59,11 +60,12 @@ def apply_method(
     _refuse_empty_selections(sites, method)
     if method.scores == "constant" and model.config.model_type != OelmGPTConfig.model_type:
         raise UserError(f"scores = 'constant' is for the reference GPT, not for {model.config.model_type}")
-    new = [
-        (site, kind, _new_weight(site, kind, init, method, seed))
-        for site in sites
-        if (kind := method.start.get(site.role)) is not None
-    ]
+    with _one_blas_thread():
+        new = [
+            (site, kind, _new_weight(site, kind, init, method, seed))
+            for site in sites
+            if (kind := method.start.get(site.role)) is not None
+        ]
     measure = measure and any(site.role in HEAD_ROLES for site, *_ in new)
     scales = score_scales(model) if measure else []
     # All checks are done: from here on the model is changed.
@@ -180,6 +182,16 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
 
 def _is_drawn(kind: str, init: str) -> bool:
     return kind != "polar" and not (kind == "orthogonal" and init == "own")
+
+
+def _one_blas_thread() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, numpy computes on one core, with the same bits: a decomposition of a block is so
+    small that threads only wait for each other, for seconds where other processes use the cores."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:  # it comes with scikit-learn
+        return contextlib.nullcontext()
+    return threadpool_limits(limits=1, user_api="blas")
 
 
 def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from oelm.data import load_file, manifest, open_store, prepare
 from oelm.data.manifest import FORMAT
 from oelm.data.writer import ArrayWriter, cached_store, copy_store
 from oelm.errors import UserError
-from oelm.system.files import folder_beside
+from oelm.system.files import cache_dir, folder_beside
 from tests.data.made import labelled
 
 
@@ -309,6 +309,44 @@ def test_a_process_checks_a_store_once(tmp_path: Path) -> None:
     watching = False
     assert str(store.folder / "store.json") in opened
     assert [name for name in opened if name.startswith(str(store.folder)) and name.endswith(".npy")] == []
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_store_that_was_whole_is_not_read_by_the_next_process(tmp_path, monkeypatch, large) -> None:
+    """As long as the state of its files is the same, though a file's time was set back after a change."""
+    monkeypatch.setattr(manifest, "LARGE", 1 if large else 1 << 30)
+    monkeypatch.setattr(manifest, "SETTLED", 0.0)
+    folder = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy").folder
+    read: list[Path] = []
+    sha256 = manifest.sha256
+    monkeypatch.setattr(manifest, "sha256", lambda path: read.append(path) or sha256(path))
+
+    def next_process() -> int:
+        read.clear()
+        manifest._verify.cache_clear()
+        open_store(folder)
+        return len(read)
+
+    next_process()
+    assert (next_process() == 0) == large
+    labels = folder / "train.labels.npy"
+    before = labels.stat()
+    labels.write_bytes(labels.read_bytes())  # the same bytes: read again, and whole
+    os.utime(labels, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert next_process() > 0
+    _flip_labels(folder)
+    os.utime(labels, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UserError, match=r"train\.labels\.npy was changed"):
+        next_process()
+
+
+def test_a_store_that_was_just_written_is_not_remembered(tmp_path, monkeypatch) -> None:
+    """A change in the same tick of the file system's clock would not show."""
+    monkeypatch.setattr(manifest, "LARGE", 1)
+    folder = copy_store(open_store(_prepare(labelled(tmp_path / "x.csv"))), tmp_path / "copy").folder
+    manifest._verify.cache_clear()
+    open_store(folder)
+    assert not [*(cache_dir() / "verified").glob("*")]
 
 
 def test_an_array_written_in_pieces_is_a_numpy_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from oelm.cli import options
 from oelm.errors import AuditError, UserError
+from oelm.system.gpu import wake_gpu
 from oelm.system.messages import read_notice
 from oelm.system.plugins import load_plugins
 from oelm.system.terminal import console, say
@@ -89,6 +90,7 @@ def run_training(
     config: "RunConfig", out: Path | None, overwrite: bool, stop_after: float | None
 ) -> dict[str, Any]:
     """Prepare the data (one process does, the others wait), then train."""
+    wake_gpu()  # before torch is imported
     from oelm.method import Method
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state

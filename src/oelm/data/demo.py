@@ -3,9 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from oelm.data.writer import cache_dir
 from oelm.errors import UserError
-from oelm.system.files import write_text
+from oelm.system.files import cache_dir, write_text
 
 SOURCE = "rotten_tomatoes"  # the package's other part is long texts, which take a laptop longer
 LABELS = {"0": "negative", "1": "positive"}

@@ -2,24 +2,29 @@
 
 `checksums` holds the SHA-256 of every file and `digest` that of store.json itself, so a changed label, token
 or class name is found when a process first opens the dataset. SHA-256 is the fastest of hashlib's where the
-processor knows it, as most do: benchmarks/data.json has the time it takes.
+processor knows it, as most do: benchmarks/data.json has the time it takes. A large dataset that was whole is
+remembered in the cache folder, so that the next process reads it again only if a file has changed.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 from oelm.errors import UserError
-from oelm.system.files import read_json
+from oelm.system.files import cache_dir, read_json
 from oelm.system.messages import Notice, notice
 
 FORMAT = 3
 MANIFEST = "store.json"
 AGAIN = "prepare the data again"
+LARGE = 1 << 28  # bytes; fewer are checked by every process, in a fifth of a second
+SETTLED = 2.0  # seconds after which a file's times show another change: file systems count in coarse ticks
 
 
 class Damaged(UserError):
@@ -57,7 +62,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> None:
-    """Compare every file with its checksum; once in a process, unless its state has changed."""
+    """Compare every file with its checksum; once in a process, a large dataset once on a machine, unless its
+    state has changed."""
+    mark = cache_dir() / "verified" / hashlib.sha256(repr((folder.resolve(), files)).encode()).hexdigest()
+    if mark.exists():
+        return
     for name, recorded, _ in files:
         try:
             found = sha256(folder / name)
@@ -65,16 +74,24 @@ def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -
             raise Damaged(notice("file.unreadable", path=folder / name, error=error.strerror)) from None
         if found != recorded:
             raise Damaged(notice("file.changed", path=folder / name))
+    states = [state for *_, state in files]
+    if sum(size for size, *_ in states) >= LARGE:
+        newest = max(changed for *_, changed in states) / 1e9
+        if newest < time.time() - SETTLED:
+            with contextlib.suppress(OSError):  # a cache that cannot be written to is fine
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
 
 
 def _state(path: Path) -> tuple[int, ...]:
+    """Size, place and times of a file. The last one, of its latest change of any kind, no program can set."""
     try:
         found = os.stat(path)
     except OSError:
         raise Damaged(notice("file.missing", path=path)) from None
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(notice("file.irregular", path=path))
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def digest(record: dict[str, Any]) -> str:

@@ -18,9 +18,9 @@ from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.token_bins import holds_bins, prepare_bins
 from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
-from oelm.data.writer import cache_dir, cached_store
+from oelm.data.writer import cached_store
 from oelm.errors import UserError
-from oelm.system.files import folder_name
+from oelm.system.files import cache_dir, folder_name
 from oelm.system.messages import notice
 from oelm.system.progress import Display
 

@@ -105,6 +105,7 @@ class Store:
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.pad_id: int = meta["tokenizer"]["pad_id"]
         self.fingerprint: str = meta["fingerprint"]
+        self._tokenizer: Any = None
         self.warnings = [read_notice(warning) for warning in meta["warnings"]]
 
     def __getitem__(self, split: str) -> Split:
@@ -123,8 +124,10 @@ class Store:
         return counts > 0
 
     def tokenizer(self) -> Any:
-        """The tokenizer the store was made with, as transformers loads it."""
-        return load_tokenizer(str(self.folder / "tokenizer"))
+        """The tokenizer the store was made with, as transformers loads it: one object, not to be changed."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(str(self.folder / "tokenizer"))
+        return self._tokenizer
 
 
 def count_tokens(tokens: Array, vocabulary: int) -> Array:

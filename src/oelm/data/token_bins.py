@@ -13,9 +13,9 @@ import numpy as np
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import boundary_id, load_tokenizer, pad_id, tokenizer_digest, trained_size
-from oelm.data.writer import SplitWriter, cache_dir, cached_store, split_writers
+from oelm.data.writer import SplitWriter, cached_store, split_writers
 from oelm.errors import UserError
-from oelm.system.files import folder_beside, folder_name
+from oelm.system.files import cache_dir, folder_beside, folder_name
 from oelm.system.messages import Notice, notice
 
 FILES = {"train": ("train.bin",), "validation": ("val.bin", "validation.bin"), "test": ("test.bin",)}

@@ -108,11 +108,6 @@ def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[d
                     file.close()
 
 
-def cache_dir(folder: str | Path | None = None) -> Path:
-    """Where prepared data is kept: the folder given, OELM_CACHE_DIR, or ~/.cache/oelm."""
-    return Path(folder or os.environ.get("OELM_CACHE_DIR") or Path.home() / ".cache" / "oelm")
-
-
 def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> Store:
     """The store of that fingerprint: the one that is there, or a new one, made once however many ask. `make`
     fills an empty folder and returns the manifest. The folder gets its final name only when all of it is on

@@ -56,6 +56,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(job: dict[str, Any]) -> None:
+    if job["gpu"] and not torch.cuda.is_available():  # torch would train on the CPU without a word
+        raise RunError(notice("run.no_gpu"), "device")
     config = rebuild_config(job["config"])
     load_plugins(config.plugins)
     store, out = open_store(job["store"]), Path(job["out"])

@@ -175,6 +175,11 @@ def locked_folder(path: Path, wait: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
+def cache_dir(folder: str | Path | None = None) -> Path:
+    """Where prepared data is kept: the folder given, OELM_CACHE_DIR, or ~/.cache/oelm."""
+    return Path(folder or os.environ.get("OELM_CACHE_DIR") or Path.home() / ".cache" / "oelm")
+
+
 def check_name(path: Path) -> None:
     """Refuse a name that is not UTF-8: no record, report or message could hold it."""
     try:

@@ -60,6 +60,8 @@ def train(
         # Checked and built before the folder is touched: what does not fit leaves nothing behind.
         resolved = resolve_run(config, objective, state.device, state.num_processes)
         results.check_trackers(config.training.trackers)
+        if state.is_main_process and state.device.type == "cuda":  # the CPU has time
+            compute_beside(store)
         with state.main_process_first():
             raw, report = build_model(resolved.config, store)
         run = None
@@ -67,8 +69,6 @@ def train(
             if state.is_main_process:
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
-            if state.is_main_process and state.device.type == "cuda":  # the CPU has time
-                compute_beside(store)
             run = start_run(resolved, objective, folder, state, raw, report, show, stop)
             stop.patient = True
             _run(run, resolved.plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oelm.data.tasks import task_kind
-from oelm.data.tokenizer import JOINER, Encoder
+from oelm.data.tokenizer import JOINER, Encoder, load_tokenizer
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
@@ -234,7 +234,7 @@ def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) 
     """model/: the best model with its tokenizer and a card, whole or not at all."""
     run.step.raw.config.task_kind = run.store.kind  # what `oelm predict` must know
     run.step.raw.config.text_pairs = bool(run.store.meta.get("pairs"))
-    tokenizer = run.store.tokenizer()
+    tokenizer = load_tokenizer(str(run.store.folder / "tokenizer"))
     tokenizer.model_max_length = run.config.task.max_length  # longer texts it has never seen
     card = trained_card(run, results)
     write_model(run.folder.path / "model", run.step.raw, tokenizer, card, weights)

@@ -44,6 +44,11 @@ class Launcher(ABC):
     def places(self) -> int:
         """How many runs it trains side by side."""
 
+    def environments(self) -> list[dict[str, str]]:
+        """The environment of the process in each place, where those are on this machine and a process trains
+        a run alone: there an estimate can measure what the runs will take."""
+        return []
+
     @abstractmethod
     def start(self, job: RunJob) -> bool:
         """Start a run; False if there is no place for it now. OSError if it could not be started."""

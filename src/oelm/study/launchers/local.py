@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 from oelm.errors import OUTCOMES, UserError
 from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
+from oelm.study.launchers.mps import MpsDaemon, start_daemons
 from oelm.system.messages import Notice, notice, read_notice
 
 PROCESS_BYTES = 1.2e9  # of a process that has imported torch, before it holds a model
 MOST_PER_GPU = 8  # runs that share a GPU: more only queue for its processors
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Slot:
 
     environment: dict[str, str]
     processes: int = 1
+
+    @property
+    def gpu(self) -> str | None:
+        """The GPU, or GPUs, that its run sees."""
+        return self.environment.get(GPUS)
 
 
 def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
@@ -46,7 +54,7 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
         if size > 1:
             environment["ACCELERATE_USE_CPU"] = "1"
         return [Slot(environment, size)] * jobs
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    gpus = os.environ.get(GPUS, ",".join(map(str, range(count)))).split(",")
     if size > len(gpus):
         raise UserError(f"study.gpus_per_run is {size}, but there are {len(gpus)} GPUs")
     groups = [",".join(gpus[i : i + size]) for i in range(0, len(gpus) - size + 1, size)]
@@ -54,43 +62,46 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     per_group = max(1, min(MOST_PER_GPU, cores // len(groups) // 2, int(room // each))) if size == 1 else 1
     jobs = table.jobs or per_group * len(groups)
     devices = [groups[i % len(groups)] for i in range(jobs)]
-    return [Slot(environment | {"CUDA_VISIBLE_DEVICES": device}, size) for device in devices]
+    return [Slot(environment | {GPUS: device}, size) for device in devices]
 
 
 class WorkerProcess:
     """One worker process, and the run it trains (None while it waits for one)."""
 
-    def __init__(self, slot: Slot, log: Path, answers: queue.Queue[Any]) -> None:
+    def __init__(self, slot: Slot, environment: dict[str, str], log: Path, answers: queue.Queue[Any]) -> None:
         self.slot, self.log = slot, log
         self.job: RunJob | None = None
         with log.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "oelm.study.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env=os.environ | slot.environment,
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for the study, which tells its workers itself
             )  # fmt: skip
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
 
     def _listen(self, answers: queue.Queue[Any]) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            answers.put((self, json.loads(line)))
+        with self.process.stdout as lines:
+            for line in lines:
+                answers.put((self, json.loads(line)))
         answers.put((self, None))
 
     def train(self, job: RunJob) -> None:
         assert self.process.stdin is not None
         self.job = job
         values = {"config": job.config.to_dict(), "processes": self.slot.processes}
-        values |= {"store": str(job.dataset), "out": str(job.folder)}
+        values |= {"store": str(job.dataset), "out": str(job.folder), "gpu": bool(self.slot.gpu)}
         with contextlib.suppress(BrokenPipeError):  # it has died: its listener says so
             self.process.stdin.write(json.dumps(values) + "\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        if self.job:
+            self.process.kill()
         with contextlib.suppress(BrokenPipeError):  # it died before it had read its job
-            self.process.kill() if self.job else self.process.stdin.close()
+            self.process.stdin.close()
         self.process.wait()
 
 
@@ -102,6 +113,8 @@ class LocalLauncher(Launcher):
         self.workers: list[WorkerProcess] = []
         self.answers: queue.Queue[Any] = queue.Queue()  # (worker, what it says of its run; None: it died)
         self.started = 0
+        self.daemons: dict[str, MpsDaemon] | None = None  # by GPU; None: not started yet
+        self.sharing = True  # new workers share their GPU by its daemon, if it has one
 
     @property
     def places(self) -> int:
@@ -116,11 +129,23 @@ class LocalLauncher(Launcher):
             for busy in self.workers:
                 free.remove(busy.slot)
             self.logs.mkdir(parents=True, exist_ok=True)
-            worker = WorkerProcess(free[0], self.logs / f"worker-{self.started}.log", self.answers)
+            log = self.logs / f"worker-{self.started}.log"
+            worker = WorkerProcess(free[0], self._environment(free[0]), log, self.answers)
             self.started += 1
             self.workers.append(worker)
         worker.train(job)
         return True
+
+    def environments(self) -> list[dict[str, str]]:
+        return [self._environment(slot) for slot in self.slots if slot.processes == 1]
+
+    def _environment(self, slot: Slot) -> dict[str, str]:
+        """What a process in this place is started with."""
+        if self.daemons is None:
+            per_gpu = Counter(slot.gpu for slot in self.slots if slot.gpu and slot.processes == 1)
+            self.daemons = start_daemons([gpu for gpu, runs in per_gpu.items() if runs > 1])
+        daemon = self.daemons.get(slot.gpu or "") if self.sharing else None
+        return os.environ | slot.environment | (daemon.environment if daemon else {})
 
     def poll(self, seconds: float) -> EndedRun | None:
         try:
@@ -140,6 +165,7 @@ class LocalLauncher(Launcher):
         # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
         self.workers.remove(worker)
         worker.close()
+        self.sharing &= kind != "device"  # it may have been the daemon that failed
         # The memory that was not enough may be shared with other runs.
         others = [w.slot for w in self.workers if w.job is not None]
         crowded = (kind == "memory" and bool(others)) or (kind == "gpu_memory" and worker.slot in others)
@@ -155,6 +181,8 @@ class LocalLauncher(Launcher):
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        for daemon in (self.daemons or {}).values():  # it waits for its clients
+            daemon.close()
 
 
 def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, Notice]:
