@@ -20,6 +20,7 @@ from oelm.training.parallel import autocast_of
 from oelm.training.step import fast_forward
 
 LINES, LETTERS = 8_192, 1 << 22  # of a chunk, at most: its items are sorted by length together
+CPU_TOKENS = 4_096  # of a batch: its caches hold them; four times as many take a fifth longer
 AHEAD = 2  # chunks that are encoded while the model computes another
 PAUSE = 0.5  # seconds: lines that came before a pause, or that took longer to come, are answered at once
 
@@ -110,8 +111,10 @@ def outputs_of(reader: Reader, items: Items, precision: str) -> list[Any]:
     if not len(read):
         return said
     device, lengths = reader.model.device, items.lengths[read]
-    tokens = max(tokens_at_once(device, reader.vocabulary), int(lengths.max()))
-    epoch = Plan(lengths, batch_tokens=tokens).epoch()
+    tokens = tokens_at_once(device, reader.vocabulary)
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_TOKENS)
+    epoch = Plan(lengths, batch_tokens=max(tokens, int(lengths.max()))).epoch()
     autocast = autocast_of(precision, device)
     found: list[tuple[np.ndarray, tuple[Any, ...]]] = []
     with fast_forward(reader.model, precision) as packs:
