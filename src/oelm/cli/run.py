@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -212,19 +211,11 @@ def predict(
 
     Example: echo 'a fine film' | oelm predict runs/x
     """
+    from oelm.inference.prediction import lines_of
     from oelm.inference.trained import Trained
 
-    for answer in Trained(run).predict(_texts(file), lambda text: say(text, err=True)):
+    for answer in Trained(run).predict(lines_of(file), lambda text: say(text, err=True)):
         say(json.dumps(answer, ensure_ascii=False))
-
-
-def _texts(file: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a file, without a byte order mark."""
-    for number, line in enumerate(file, 1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise UserError(f"line {number} is not text in UTF-8; convert the file") from None
 
 
 @app.command()

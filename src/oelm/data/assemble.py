@@ -134,18 +134,23 @@ def round_width(n: int) -> int:
 def packed_batch(split: Split, items: Array, segments: bool = False) -> Batch:
     """The items of a share, end to end. `segments`: the second text of a pair is marked."""
     places, lengths = _gather(split.offsets, items)
-    ends = np.cumsum(lengths)
-    positions = np.arange(len(places)) - np.repeat(ends - lengths, lengths)
-    inputs = {
-        "input_ids": _long(split.tokens[places])[None],
-        "position_ids": torch.from_numpy(positions)[None],
-        "bounds": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-    }
+    inputs = packed_inputs(split.tokens[places], lengths)
     if segments and split.second is not None:
-        marks = positions >= np.repeat(split.second[items], lengths)
+        marks = inputs["position_ids"].numpy()[0] >= np.repeat(split.second[items], lengths)
         inputs["token_type_ids"] = _long(marks)[None]
     targets = {"labels": torch.from_numpy(split.labels[items])} if split.has("labels") else {}
     return Batch(split.ids[items], inputs, targets, len(places), int(lengths.max()))
+
+
+def packed_inputs(tokens: Array, lengths: Array) -> dict[str, torch.Tensor]:
+    """Texts that lie end to end, as a packed batch has them."""
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
+    return {
+        "input_ids": _long(tokens)[None],
+        "position_ids": torch.from_numpy(positions)[None],
+        "bounds": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+    }
 
 
 def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = None) -> Batch:

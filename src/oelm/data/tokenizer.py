@@ -154,10 +154,14 @@ class Encoder:
         return single, pair, bool(pair[1]) and two.type_ids[second[0]] == 1
 
     def _text_only(self) -> Any:
-        """The backend, set to read special tokens as text, to cut nothing and to pad nothing."""
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self._backend.encode_special_tokens = True
+        """The backend, set to read special tokens as text, to cut nothing and to pad nothing. What is set so
+        already is left alone: nothing may be set while another thread encodes."""
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if not self._backend.encode_special_tokens:
+            self._backend.encode_special_tokens = True
         return self._backend
 
     def ids(self, texts: list[str]) -> list[list[int]]:

@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from oelm.data.tasks.seq2seq import TargetReader, writes_targets
 from oelm.data.tokenizer import Encoder, boundary_id, load_tokenizer, pad_id
 from oelm.errors import UserError
 from oelm.inference.generation_quality import Writing, generation_quality
+from oelm.inference.prediction import Counts, predict
 from oelm.inference.zero_shot import make_question, read_items, zero_shot
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
@@ -33,8 +33,8 @@ from oelm.training.evaluate import evaluate
 from oelm.training.folder import read_config
 from oelm.training.parallel import autocast_of, process_state
 from oelm.training.resolve import check_tokenizer, choice_of, resolve_precision
+from oelm.training.step import fast_forward
 
-TEXTS = 32  # lines read in a batch
 LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
 
 
@@ -63,43 +63,35 @@ class Trained:
         return min(LONGEST, positions, int(self.tokenizer.model_max_length))
 
     @property
+    def precision(self) -> str:
+        """What the run was evaluated in or, of a saved model, what is best on this device."""
+        wanted = "auto" if self.config is None else self.config.training.precision
+        return resolve_precision(wanted, self.device)[0]
+
+    @property
     def writes(self) -> bool:
         """Whether the model reads a source and writes a target for it."""
         return writes_targets(self.model)
 
     def predict(
-        self, lines: Iterable[str], say: Callable[[str], None] = lambda text: None
+        self, lines: Iterable[str | None], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
         """For each line what this kind of model says: a label, a number, tags, an answer or a target; for an
         empty line nothing. Where the model reads pairs, or questions, a line is two texts with a tab between.
-        Where a line cannot be read, all before it are answered first. In the end it is said how many lines
-        were empty, and how many too long."""
-        done = empty = 0
+        Lines are answered many at a time, and at once where the input pauses: None among them says so. Where
+        a line cannot be read, all before it are answered first. In the end it is said how many lines were
+        empty, and how many too long."""
         agree_on_padding(self.model, self.tokenizer)
-        reader = reader_of(self.model)(self.model, self.tokenizer, self.max_length)
-        remaining = enumerate(lines, 1)
+        reader, counts = reader_of(self.model)(self.model, self.tokenizer, self.max_length), Counts()
         refused: UserError | None = None
-        while refused is None:
-            group: list[str] = []
-            try:
-                for number, line in islice(remaining, TEXTS):
-                    if line.strip() and (problem := reader.problem(line)):
-                        raise UserError(f"line {number} {problem}")
-                    group.append(line)
-            except UserError as error:
-                refused = error
-            if not group:
-                break
-            read = [reader.reads(line) for line in group]
-            asked = [line for line, there in zip(group, read, strict=True) if there]
-            answers = iter(reader.answers(asked) if asked else ())
-            done, empty = done + len(group), empty + len(group) - len(asked)
-            for line, there in zip(group, read, strict=True):
-                yield {"text": line, **(next(answers) if there else dict.fromkeys(reader.says))}
-        if empty:
-            say(f"{empty} of {done} lines said nothing; their answers are null")
-        if reader.cut:
-            say(f"{reader.cut} of {done} lines were cut: this model reads {self.max_length} tokens")
+        try:
+            yield from predict(reader, lines, self.precision, counts)
+        except UserError as error:
+            refused = error
+        if counts.empty:
+            say(f"{counts.empty} of {counts.done} lines said nothing; their answers are null")
+        if counts.cut:
+            say(f"{counts.cut} of {counts.done} lines were cut: this model reads {self.max_length} tokens")
         if refused is not None:
             raise refused
 
@@ -130,10 +122,13 @@ class Trained:
             known = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
             if store.label_names != known:
                 raise UserError(f"the data has the labels {store.label_names}, the model {known}")
-        precision, _ = resolve_precision("auto", self.device)
-        layout = Layout(segments=takes_segments(self.model))
-        with contextlib.closing(Display(split, 0, 0, show, unit="batch")) as display:
-            autocast = autocast_of(precision, self.device)
+        autocast = autocast_of(self.precision, self.device)
+        with (
+            contextlib.closing(Display(split, 0, 0, show, unit="batch")) as display,
+            fast_forward(self.model, self.precision) as packs,
+        ):
+            packed = packs and objective.kind.packable
+            layout = Layout(packed=packed, segments=takes_segments(self.model))
             measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
         return {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
 
@@ -176,8 +171,9 @@ class Trained:
             chosen["max_new_tokens"] = min(new_tokens, self._positions() - 1)  # one is the decoder's start
             if not prompt.strip():
                 raise UserError("the prompt is empty: there is nothing to write from")
-            reader = TargetReader(self.model, self.tokenizer, self.max_length)
-            return str(next(reader.answers([prompt], **chosen))["target"])
+            reader = TargetReader(self.model, self.tokenizer, self.max_length, **chosen)
+            (answer,) = predict(reader, [prompt], "fp32", Counts())
+            return str(answer["target"])
         ids = torch.tensor([self._prompt_ids(prompt)], device=self.device)
         room = self._positions() - ids.shape[1]
         if room < 1:

@@ -1,7 +1,8 @@
 """All that only makes training faster: packed texts, CUDA graphs, bf16 copies of weights, kernels of our own.
 
-One interface: `FastStep` computes what `training.step.PlainStep` does. Everything else works without this
-folder (tests/speed/test_removal.py takes it away).
+One interface: `FastStep` computes what `training.step.PlainStep` does, and a model within `fast_forward` what
+it does without. Everything else works without this folder (tests/speed/test_removal.py takes it away).
 """
 
+from oelm.speed.forward import fast_forward as fast_forward
 from oelm.speed.step import FastStep as FastStep

@@ -11,7 +11,8 @@ the modules stay as they are.
 Shapes in comments: B texts, T positions, C = d_model, H heads, D = C / H.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from oelm.models.gpt import (
 from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
 from oelm.speed import operations
 from oelm.speed.value_only import packed_value_only, value_only_attention
+from oelm.training.parallel import DTYPES
 
 
 class FastForward:
@@ -190,6 +192,23 @@ class FastForward:
             mask = mask.flatten(0, 2).index_select(0, rows)[:, None, None]  # (B, 1, 1, S)
         y = masked_attention(q, k, v, mask, causal, dropout)
         return attn.o_proj(y.transpose(1, 2).flatten(2))
+
+
+@contextlib.contextmanager
+def fast_forward(model: Any, precision: str) -> Iterator[bool]:
+    """While this lasts, a model that is not trained computes by the fast paths; whether it takes packed
+    texts."""
+    if not isinstance(model, OelmGPTPreTrainedModel):
+        yield False
+        return
+    device, sizes = model.device, (model.config.d_model, model.config.num_heads)
+    dtype = DTYPES.get(precision, torch.float32)
+    forward = FastForward(model, operations.have_kernels(device, dtype, *sizes))
+    forward.install()
+    try:
+        yield device.type == "cuda" and isinstance(model, OelmGPTForSequenceClassification)
+    finally:
+        forward.remove()
 
 
 def _project(

@@ -32,9 +32,7 @@ def evaluate(
     takes its share of every batch. Where a batch has fewer items than there are processes, the others run one
     dummy item (sharded models need every process) and drop the result."""
     state = process_state()
-    tokens = tokens_at_once(state.device)
-    if objective.kind.predicts_tokens:
-        tokens = min(tokens, LOGITS.get(state.device.type, 1 << 26) // objective.store.vocab_size)
+    tokens = tokens_at_once(state.device, objective.store.vocab_size * objective.kind.predicts_tokens)
     longest = int(objective.plan(split, 1, None, None).lengths.max())
     plan = objective.plan(split, None, max(tokens, longest), None)
     epoch = plan.epoch()
@@ -70,9 +68,11 @@ def evaluate(
     return objective.measure(split, sum(p[0] for p in parts), sum(p[1] for p in parts), arrays)
 
 
-def tokens_at_once(device: torch.device) -> int:
+def tokens_at_once(device: torch.device, vocabulary: int = 0) -> int:
+    """How many tokens make a batch; `vocabulary`: with so many logits each."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU
-    return MORE_TOKENS if large else TOKENS
+    tokens = MORE_TOKENS if large else TOKENS
+    return min(tokens, LOGITS.get(device.type, 1 << 26) // vocabulary) if vocabulary else tokens
 
 
 def _joined(values: list[Tensor | Array]) -> Array:

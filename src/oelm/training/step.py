@@ -4,6 +4,7 @@ Training is many of these with a folder around them (`run.py`); a benchmark is s
 `speed/` takes the same step faster; without it, this one is taken.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,19 +132,31 @@ class PlainStep:
         return "the plain path: texts are padded, no CUDA graphs, no kernels of our own"
 
 
+def speed_folder() -> Any:
+    """The package `oelm.speed`; None where it was taken away."""
+    try:
+        import oelm.speed
+    except ModuleNotFoundError as error:
+        if error.name != "oelm.speed":
+            raise
+        return None
+    return oelm.speed
+
+
+def fast_forward(model: Any, precision: str) -> contextlib.AbstractContextManager[bool]:
+    """While this lasts, a model that is not trained computes by the fast paths; whether it takes packed
+    texts."""
+    speed = speed_folder()
+    return speed.fast_forward(model, precision) if speed else contextlib.nullcontext(False)
+
+
 def make_step(
     resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
 ) -> PlainStep:
     """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there. With
     `watch` the fast path is compared with the plain one now and then."""
-    if resolved.config.training.fast:
-        try:
-            from oelm.speed import FastStep
-        except ModuleNotFoundError as error:
-            if error.name != "oelm.speed":
-                raise
-        else:
-            return FastStep(resolved, objective, raw, state, watch=watch)
+    if resolved.config.training.fast and (speed := speed_folder()):
+        return speed.FastStep(resolved, objective, raw, state, watch=watch)
     step = PlainStep(resolved, objective, raw, state)
     if resolved.config.training.fast:
         step.why_plain = "oelm.speed is not installed"

@@ -6,8 +6,8 @@ by the count of the whole global batch, whatever the number of processes and acc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import PADDED, Batch, Layout, pad_rows, padded_batch
-from oelm.data.batches import Plan
+from oelm.data.assemble import PADDED, Batch, Layout, packed_inputs, pad_rows, padded_batch
+from oelm.data.batches import Plan, ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows, split_chunks
@@ -105,37 +105,61 @@ class Objective(ABC):
         return None
 
 
+@dataclass
+class Items:
+    """Lines as a model reads them: one item for each, or several for one that holds a long document."""
+
+    tokens: Array  # of all items, end to end
+    lengths: Array  # (items,)
+    template: int  # tokens of an item that are not text; one with no others has nothing to read
+    cut: int = 0  # lines that were longer than what the model reads
+    second: Array | None = None  # (items,) where the second segment begins
+    line: Array | None = None  # (items,) whose item it is, ascending; None: every line has one
+    more: dict[str, Any] = field(default_factory=dict)  # what `Reader.answer` needs beside
+
+
 class Reader(ABC):
-    """A trained model and its tokenizer, answering lines of text."""
+    """A trained model and its tokenizer, answering lines of text: `encode` (by another thread, while the
+    model computes), then `outputs` of batches of similar length, then `answer` for each line."""
 
     says: tuple[str, ...]  # the keys of its answers
-    cut = 0  # lines that were longer than what the model reads
+    packable = False  # the reference GPT can read its items packed end to end
+    vocabulary = 0  # size of the logits of a token, where they are over the vocabulary
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.encoder = Encoder(tokenizer, max_length)
-
-    def reads(self, line: str) -> bool:
-        """Whether a line has a token to read."""
-        return bool(line.strip() and self.encoder.ids([line])[0])
+        self.pad_id = pad_id(tokenizer)
 
     def problem(self, line: str) -> str:
         """Why a line cannot be read; empty where it can."""
         return ""
 
     @abstractmethod
-    def answers(self, lines: list[str]) -> Iterable[dict[str, Any]]: ...
+    def encode(self, lines: list[str]) -> Items: ...
 
-    def inputs(self, tokens: Array, lengths: Array, second: Array | None = None) -> dict[str, Tensor]:
-        """Texts that lie end to end as a padded batch; `second`: where the second segment of each begins."""
-        ids, real = pad_rows(tokens, lengths, pad_id(self.tokenizer))
+    @abstractmethod
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        """Tensors or lists with an entry per item of a batch; `second` as in `Items`, of the batch."""
+
+    @abstractmethod
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
+        """The answer to a line, whose items are `mine`; `said` has the entries of `outputs` for each."""
+
+    def batch(self, items: Items, chosen: Array, packed: bool = False) -> Batch:
+        """The chosen items as the model takes them: padded or, `packed`, end to end."""
+        starts = np.cumsum(items.lengths) - items.lengths
+        lengths = items.lengths[chosen]
+        tokens = items.tokens[ranges(starts[chosen], lengths)]
+        batch = Batch(chosen, {}, {}, len(tokens))
+        if packed:
+            return replace(batch, inputs=packed_inputs(tokens, lengths), longest=int(lengths.max()))
+        ids, real = pad_rows(tokens, lengths, self.pad_id)
         arrays = {"input_ids": ids, "attention_mask": real}
-        if second is not None and self.encoder.typed and takes_segments(self.model):
-            arrays["token_type_ids"] = (np.arange(real.shape[1]) >= second[:, None]) & real
-        return {
-            name: torch.from_numpy(array.astype(np.int64)).to(self.model.device)
-            for name, array in arrays.items()
-        }
+        if items.second is not None and self.encoder.typed and takes_segments(self.model):
+            arrays["token_type_ids"] = (np.arange(real.shape[1]) >= items.second[chosen][:, None]) & real
+        batch.inputs |= {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
+        return batch
 
 
 def pair_fault(halves: list[str]) -> str:

@@ -1,6 +1,5 @@
 """Classification: texts or pairs of texts with one class each."""
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,7 @@ from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
 from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Measured, Objective
+from oelm.data.tasks.base import Items, Measured, Objective
 from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.errors import UserError
 from oelm.system.messages import notice
@@ -68,13 +67,15 @@ class LabelReader(TextReader):
 
     says = ("label", "score", "scores")
 
-    @torch.no_grad()
-    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
-        names = self.model.config.id2label
-        for row in self.logits(lines).softmax(-1).cpu().numpy():
-            best = int(row.argmax())
-            scores = {names[i]: float(value) for i, value in enumerate(row)}
-            yield {"label": names[best], "score": float(row[best]), "scores": scores}
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        (logits,) = super().outputs(inputs, second)
+        return (logits.softmax(-1),)
+
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
+        ((row,),) = said
+        names, best = self.model.config.id2label, int(row.argmax())
+        scores = {names[i]: value for i, value in enumerate(row.tolist())}
+        return {"label": names[best], "score": float(row[best]), "scores": scores}
 
 
 class Classification(LabelledTexts):

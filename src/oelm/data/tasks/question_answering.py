@@ -8,7 +8,7 @@ the characters it came from, and the documents and right answers themselves (`Sp
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     Columns,
+    Items,
     Measured,
     Objective,
     Reader,
@@ -37,7 +38,6 @@ from oelm.errors import UserError
 OVERLAP = 128  # tokens two neighbouring windows share
 QUESTION = 64  # a question is cut after so many tokens
 LONGEST_ANSWER = 30  # tokens
-WINDOWS = 32  # of a document, read at once
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -97,26 +97,25 @@ class AnswerReader(Reader):
         fault = pair_fault(line.split("\t", 1))
         return f"is no question: this model reads question, tab, document, and here {fault}" if fault else ""
 
-    @torch.no_grad()
-    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
-        for line in lines:  # a document may be many windows
-            question, context = line.split("\t", 1)
-            items = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
-            begins = np.cumsum(items["lengths"]) - items["lengths"]
-            found = []
-            for first in range(0, len(begins), WINDOWS):
-                part = slice(first, first + WINDOWS)
-                lengths, context_from = items["lengths"][part], items["context"][part]
-                tokens = items["tokens"][begins[first] : begins[first] + lengths.sum()]
-                inputs = self.inputs(tokens, lengths, context_from)
-                starts = torch.from_numpy(context_from).to(self.model.device)
-                spans = best_spans(self.model(**inputs), inputs["attention_mask"], starts)
-                found.append([values.cpu().numpy() for values in spans])
-            score, probability, start, end = map(np.concatenate, zip(*found, strict=True))
-            best = int(score.argmax())
-            first, last = begins[best] + start[best], begins[best] + end[best]
-            answer = context[items["chars_from"][first] : items["chars_to"][last]].strip()
-            yield {"answer": answer, "score": float(probability[best])}
+    def encode(self, lines: list[str]) -> Items:
+        questions, contexts = zip(*(line.split("\t", 1) for line in lines), strict=True)
+        rows = np.arange(len(lines))
+        found = windows(self.encoder, [*questions], [*contexts], rows, [[] for _ in lines])
+        places = {name: found[name] for name in ("chars_from", "chars_to")}
+        places["begins"] = np.cumsum(found["lengths"]) - found["lengths"]
+        template = sum(map(len, self.encoder.pair))
+        return Items(found["tokens"], found["lengths"], template, 0, found["context"], found["ids"], places)
+
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        starts = torch.from_numpy(second).to(self.model.device)
+        return best_spans(self.model(**inputs), inputs["attention_mask"], starts)
+
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
+        best = int(np.argmax([score for score, *_ in said]))
+        _, probability, start, end = said[best]
+        begin = items.more["begins"][mine[best]]
+        first, last = items.more["chars_from"][begin + start], items.more["chars_to"][begin + end]
+        return {"answer": line.split("\t", 1)[1][first:last].strip(), "score": float(probability)}
 
 
 class QuestionAnswering(TaskKind):

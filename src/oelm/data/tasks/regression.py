@@ -5,11 +5,9 @@ config keeps (`label_mean`, `label_std`), so that predictions and RMSE are in th
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +16,7 @@ from oelm.data.assemble import Array, Batch
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Measured, Objective
+from oelm.data.tasks.base import Items, Measured, Objective
 from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.errors import UserError
 
@@ -56,11 +54,9 @@ class NumberReader(TextReader):
 
     says = ("value",)
 
-    @torch.no_grad()
-    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
         mean, std = scale_of(self.model)
-        for value in self.logits(lines).squeeze(-1).tolist():
-            yield {"value": value * std + mean}
+        return {"value": float(said[0][0][0]) * std + mean}
 
 
 class Regression(LabelledTexts):

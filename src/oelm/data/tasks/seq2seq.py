@@ -8,7 +8,7 @@ compared with the target as the file has it, not with what was left of it after 
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     Baselines,
     Columns,
+    Items,
     Measured,
     Objective,
     Reader,
@@ -96,11 +97,20 @@ class TargetReader(Reader):
 
     says = ("target",)
 
-    def answers(self, lines: list[str], **options: Any) -> Iterator[dict[str, Any]]:
+    def __init__(self, model: Any, tokenizer: Any, max_length: int, **options: Any) -> None:
+        """`options` change how the model's generation config has it write."""
+        super().__init__(model, tokenizer, max_length)
+        self.options, self.vocabulary = options, int(model.config.vocab_size)
+
+    def encode(self, lines: list[str]) -> Items:
         tokens, lengths, cut = self.encoder.texts(lines)
-        self.cut += cut
-        for target in write(self.model, self.tokenizer, self.inputs(tokens, lengths), **options):
-            yield {"target": target}
+        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
+
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        return (write(self.model, self.tokenizer, inputs, **self.options),)
+
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
+        return {"target": said[0][0]}
 
 
 class Seq2Seq(TaskKind):

@@ -5,13 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from oelm.data.assemble import Array
 from oelm.data.dataset import Dataset
 from oelm.data.preparation import Lengths, Rows
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import Baselines, Columns, Reader, Splits, TaskKind, pair_fault, write_items
+from oelm.data.tasks.base import (
+    Baselines,
+    Columns,
+    Items,
+    Reader,
+    Splits,
+    TaskKind,
+    pair_fault,
+    write_items,
+)
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
 from oelm.errors import UserError
@@ -20,6 +28,8 @@ from oelm.models.fit import agree_on_padding
 
 class TextReader(Reader):
     """Lines that are texts or, for a model of pairs, text, tab, text."""
+
+    packable = True
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
         super().__init__(model, tokenizer, max_length)
@@ -30,15 +40,16 @@ class TextReader(Reader):
         fault = pair_fault(line.split("\t")) if self.pairs else ""
         return f"is not a pair: this model reads text, tab, text, and here {fault}" if fault else ""
 
-    def logits(self, lines: list[str]) -> Tensor:
-        second = None
-        if self.pairs:
-            firsts, seconds = zip(*(line.split("\t") for line in lines), strict=True)
-            tokens, lengths, second, cut = self.encoder.pairs([*firsts], [*seconds])
-        else:
+    def encode(self, lines: list[str]) -> Items:
+        if not self.pairs:
             tokens, lengths, cut = self.encoder.texts(lines)
-        self.cut += cut
-        return self.model(**self.inputs(tokens, lengths, second)).logits.float()
+            return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
+        firsts, seconds = zip(*(line.split("\t") for line in lines), strict=True)
+        tokens, lengths, second, cut = self.encoder.pairs([*firsts], [*seconds])
+        return Items(tokens, lengths, sum(map(len, self.encoder.pair)), cut, second)
+
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        return (self.model(**inputs).logits.float(),)
 
 
 class LabelledTexts(TaskKind):

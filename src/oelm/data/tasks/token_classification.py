@@ -1,11 +1,10 @@
 """Token classification: words with one tag each, written as tokens with the tag on each word's first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from oelm.data.store import IGNORE, Split, Store
 from oelm.data.tasks.base import (
     Baselines,
     Columns,
+    Items,
     Measured,
     Objective,
     Reader,
@@ -73,21 +73,21 @@ class TagReader(Reader):
 
     says = ("words", "tags")
 
-    @torch.no_grad()
-    def answers(self, lines: list[str]) -> Iterator[dict[str, Any]]:
-        rows = [line.split() for line in lines]
-        tokens, lengths, firsts, cut = self.encoder.words(rows)
-        self.cut += cut
-        logits = self.model(**self.inputs(tokens, lengths)).logits
-        names, ends = self.model.config.id2label, np.cumsum(lengths)
-        for words, likeliest, begin, length in zip(
-            rows, logits.argmax(-1).cpu().numpy(), ends - lengths, lengths, strict=True
-        ):
-            starts = firsts[begin : begin + length]
-            tags: list[str | None] = [None] * len(words)
-            for place in np.flatnonzero(starts >= 0):
-                tags[starts[place]] = names[int(likeliest[place])]
-            yield {"words": words, "tags": tags}
+    def encode(self, lines: list[str]) -> Items:
+        tokens, lengths, firsts, cut = self.encoder.words([line.split() for line in lines])
+        starts = np.split(firsts, np.cumsum(lengths)[:-1])
+        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut, more={"starts": starts})
+
+    def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
+        return (self.model(**inputs).logits.argmax(-1),)
+
+    def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
+        ((likeliest,),), starts = said, items.more["starts"][mine.start]
+        words, names = line.split(), self.model.config.id2label
+        tags: list[str | None] = [None] * len(words)
+        for place in np.flatnonzero(starts >= 0):
+            tags[starts[place]] = names[int(likeliest[place])]
+        return {"words": words, "tags": tags}
 
 
 class TokenClassification(TaskKind):

@@ -1,0 +1,161 @@
+"""Answers to lines of text: encoded ahead of the model, computed in batches by length, given in order."""
+
+import select
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oelm.data.batches import Plan
+from oelm.data.tasks.base import Items, Reader
+from oelm.errors import UserError
+from oelm.training.evaluate import tokens_at_once
+from oelm.training.parallel import autocast_of
+from oelm.training.step import fast_forward
+
+LINES, LETTERS = 8_192, 1 << 22  # of a chunk, at most: its items are sorted by length together
+CPU_TOKENS = 4_096  # of a batch: its caches hold them; four times as many take a fifth longer
+AHEAD = 2  # chunks that are encoded while the model computes another
+PAUSE = 0.5  # seconds: lines that came before a pause, or that took longer to come, are answered at once
+
+
+@dataclass
+class Counts:
+    """Lines that were answered, those of them that said nothing, and those that were cut."""
+
+    done: int = 0
+    empty: int = 0
+    cut: int = 0
+
+
+def predict(
+    reader: Reader, lines: Iterable[str | None], precision: str, counts: Counts
+) -> Iterator[dict[str, Any]]:
+    """The answer to every line, as `Reader.says`; None of everything for one that says nothing. A line that
+    is None stands for a pause of the input. Where a line cannot be read, all before it are answered first."""
+    with ThreadPoolExecutor(AHEAD) as pool:
+        waiting: deque[tuple[list[str], Future[Items | None]]] = deque()
+        for chunk, late in chunks(_readable(reader, lines)):
+            waiting.append((chunk, pool.submit(_encode, reader, chunk)))
+            while len(waiting) > (0 if late else AHEAD):
+                chunk, encoded = waiting.popleft()
+                yield from _answers(reader, chunk, encoded.result(), precision, counts)
+
+
+def _readable(reader: Reader, lines: Iterable[str | None]) -> Iterator[str | None]:
+    number = 0
+    for line in lines:
+        number += line is not None
+        if line and line.strip() and (problem := reader.problem(line)):
+            raise UserError(f"line {number} {problem}")
+        yield line
+
+
+def chunks(lines: Iterable[str | None]) -> Iterator[tuple[list[str], bool]]:
+    """Lines that are encoded and sorted together, and whether the next ones are late, or will not come."""
+    chunk: list[str] = []
+    letters, began = 0, time.monotonic()
+    refused: UserError | None = None
+    try:
+        for line in lines:
+            if line is not None:
+                chunk.append(line)
+                letters += len(line)
+            late = line is None or time.monotonic() - began > PAUSE
+            if late or len(chunk) >= LINES or letters >= LETTERS:
+                yield chunk, late
+                chunk, letters, began = [], 0, time.monotonic()
+    except UserError as error:
+        refused = error
+    yield chunk, True
+    if refused is not None:
+        raise refused
+
+
+def _encode(reader: Reader, chunk: list[str]) -> Items | None:
+    asked = [line for line in chunk if line.strip()]
+    return reader.encode(asked) if asked else None
+
+
+def _answers(
+    reader: Reader, chunk: list[str], items: Items | None, precision: str, counts: Counts
+) -> Iterator[dict[str, Any]]:
+    said = [] if items is None else outputs_of(reader, items, precision)
+    counts.cut += 0 if items is None else items.cut
+    asked = end = 0
+    for line in chunk:
+        answer: dict[str, Any] = dict.fromkeys(reader.says)
+        counts.done, counts.empty = counts.done + 1, counts.empty + 1
+        if items is not None and line.strip():
+            begin, end = end, end + 1
+            if items.line is not None:
+                end = int(np.searchsorted(items.line, asked, side="right"))
+            if said[begin] is not None:
+                answer = reader.answer(line, items, range(begin, end), said[begin:end])
+                counts.empty -= 1
+            asked += 1
+        yield {"text": line, **answer}
+
+
+@torch.inference_mode()
+def outputs_of(reader: Reader, items: Items, precision: str) -> list[Any]:
+    """What the model says of every item; None of those with nothing to read."""
+    said: list[Any] = [None] * len(items.lengths)
+    read = np.flatnonzero(items.lengths > items.template)
+    if not len(read):
+        return said
+    device, lengths = reader.model.device, items.lengths[read]
+    tokens = tokens_at_once(device, reader.vocabulary)
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_TOKENS)
+    epoch = Plan(lengths, batch_tokens=max(tokens, int(lengths.max()))).epoch()
+    autocast = autocast_of(precision, device)
+    found: list[tuple[np.ndarray, tuple[Any, ...]]] = []
+    with fast_forward(reader.model, precision) as packs:
+        for step in range(len(epoch)):
+            chosen = read[epoch.batch(step)]
+            batch = reader.batch(items, chosen, packs and reader.packable).to(device)
+            second = None if items.second is None else items.second[chosen]
+            with autocast():
+                found.append((chosen, reader.outputs(batch.arguments(), second)))
+    for chosen, columns in found:  # only now is a GPU waited for
+        rows = [column.cpu().numpy() if isinstance(column, Tensor) else column for column in columns]
+        for item, *values in zip(chosen.tolist(), *rows, strict=True):
+            said[item] = values
+    return said
+
+
+def lines_of(file: Any) -> Iterator[str | None]:
+    """The lines of a file, without a byte order mark; None where the next ones of a pipe are late."""
+    number, rest, unanswered = 0, b"", False
+    while block := file.read1(1 << 20):
+        *lines, rest = (rest + block).split(b"\n")
+        for number, line in enumerate(lines, number + 1):  # noqa: B020
+            yield _decoded(line, number)
+        unanswered = unanswered or bool(lines)
+        if unanswered and _is_late(file):
+            unanswered = False
+            yield None
+    if rest:
+        yield _decoded(rest, number + 1)
+
+
+def _decoded(line: bytes, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise UserError(f"line {number} is not text in UTF-8; convert the file") from None
+
+
+def _is_late(file: Any) -> bool:
+    """Whether there is nothing to read from a file for the moment."""
+    try:
+        return not select.select([file], [], [], 0.05)[0]
+    except (OSError, ValueError):  # it has no descriptor, or one that cannot be waited for
+        return False
