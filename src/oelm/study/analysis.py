@@ -114,15 +114,12 @@ def _contrasts(group: Group, study: Study | None) -> list[tuple[str, str]]:
 
 def _corrected(comparisons: list[Comparison], planned: int) -> list[Comparison]:
     """Correct p (Holm) for all planned comparisons, differences and equivalences each in a family of their
-    own. One with problems, or without runs, counts as p = 1, so that no fault in the data makes others look
-    better."""
-    missing = [1.0] * (planned - len(comparisons))
+    own. One with problems, or without runs, counts as p = 1."""
     found = [c.combined if c.combined and not c.problems else None for c in comparisons]
-    corrected = []
-    for name in ("p", "margin_p"):
-        p_values = [getattr(one, name, None) for one in found]
-        adjusted = statistics.holm([1.0 if p is None else p for p in p_values] + missing)
-        corrected.append([None if p is None else a for p, a in zip(p_values, adjusted, strict=False)])
+    corrected = [
+        statistics.holm([getattr(one, name, None) for one in found], planned - len(comparisons))
+        for name in ("p", "margin_p")
+    ]
     return [
         replace(c, p_holm=p, margin_p_holm=margin_p)
         for c, p, margin_p in zip(comparisons, *corrected, strict=True)

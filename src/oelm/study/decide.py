@@ -23,11 +23,8 @@ def fewest_seeds(comparisons: int) -> int:
     return MANY_SEEDS if comparisons > MANY else FEWEST_SEEDS
 
 
-def near_ties(
-    scores: Mapping[float, Sequence[float]], noise: float, df: int, most: int | None = MOST_NEAR_TIES
-) -> list[float]:
-    """The learning rates that could be the best: the best one first, then the next within the noise, at most
-    so many.
+def near_ties(scores: Mapping[float, Sequence[float]], noise: float, df: int) -> list[float]:
+    """The learning rates that could be the best: the best one first, then the others within the noise.
 
     `scores` are those of the choice runs (larger is better) at each learning rate where none failed, `noise`
     is their standard deviation at one learning rate and `df` its degrees of freedom (`choice_noise`).
@@ -40,8 +37,7 @@ def near_ties(
         return ranked[:1]
     runs = len(scores[ranked[0]])
     within = float(stats.t.ppf(0.90, df)) * noise * math.sqrt(2 / runs)
-    near = [lr for lr in ranked if means[ranked[0]] - means[lr] <= within]
-    return near[:most]
+    return [lr for lr in ranked if means[ranked[0]] - means[lr] <= within]
 
 
 def choice_noise(arms: Sequence[Mapping[float, Sequence[float]]]) -> tuple[float, int]:
