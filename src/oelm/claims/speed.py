@@ -66,9 +66,8 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         [window["seconds"] / window["steps"] for window in windows[name]]
         for name in (claim.method, claim.reference_arm)
     )
-    logs = [
-        math.log(a / b) for a, b in zip(ours, theirs, strict=False)
-    ]  # one may have failed in a late round
+    # Of unequal length where one of them failed in a late round.
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=False)]
     n, problem = len(logs), None
     if n < FEWEST_ROUNDS:
         problem = sentence("few_rounds", n=n, fewest=FEWEST_ROUNDS)

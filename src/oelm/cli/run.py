@@ -324,18 +324,10 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
     table = Table(box=None, pad_edge=False)
     with_task = len({run.task for run in runs}) > 1
-    for name in (
-        "run",
-        "status",
-        *(("task",) if with_task else ()),
-        "method",
-        "step",
-        "loss",
-        "best",
-        "left",
-    ):
-        number = name in ("step", "loss", "best", "left")
-        wraps = name in ("run", "task", "method")
+    names, numbers = ["run", "status", "method"], ["step", "loss", "best", "left"]
+    names[2:2] = ["task"] if with_task else []
+    for name in names + numbers:
+        number, wraps = name in numbers, name in ("run", "task", "method")
         table.add_column(name, justify="right" if number else "left", no_wrap=not wraps, overflow="fold")
     colours = {"running": "cyan", "completed": "green", "failed": "red"}
     for run in runs:

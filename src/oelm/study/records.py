@@ -61,15 +61,16 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
         "data": data,
         "numerics": numerics,
     }
-    key = _digest(shared | own)
+    key = digest(shared | own)[:16]
     for name in config.arm.differs_in:
         table, _, name = name.partition(".")
         shared[table].pop(name, None)
-    return Identity(_digest(shared), key)
+    return Identity(digest(shared)[:16], key)
 
 
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+def digest(values: Any) -> str:
+    """Of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,8 @@ def results(view: View, group: Group, published: bool = True) -> Table:
         words("table.verdict"),
     ]
     rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
-    beside = list(
-        _without_collapsed(view, group)
-    )  # rows without a comparison: label, detail, score, bits per byte
+    # Rows without a comparison: label, detail, score, bits per byte.
+    beside = list(_without_collapsed(view, group))
     for name, metrics in group.trivial_baselines.items():
         bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
         beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
@@ -59,12 +58,8 @@ def _without_collapsed(view: View, group: Group) -> Iterator[tuple[str, str, str
             counts = {"count": len(found.seeds), "n": len(arm.records), "rate": rate}
             left = [record for record in arm.records if record.seed not in found.seeds]
             name = view.words("table.without", method=arm.method)
-            yield (
-                name,
-                view.words("table.collapsed", **counts),
-                view.value(group, found.mean_without),
-                view.bits(left),
-            )
+            detail, value = view.words("table.collapsed", **counts), view.value(group, found.mean_without)
+            yield name, detail, value, view.bits(left)
 
 
 def _result(view: View, group: Group, arm: ArmResult) -> Row:
