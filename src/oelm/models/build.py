@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import oelm.models.gpt as gpt
 from oelm.config import RunConfig
-from oelm.convert import ConversionReport, convert
+from oelm.convert import ConversionReport, convert, release
 from oelm.data import Store
 from oelm.data.tasks import task_kind
 from oelm.data.tasks.base import TaskKind
@@ -99,8 +99,6 @@ def _load(
     if others and (anew := renew_scores(model, new)):
         note = notice("training.new_labels", names=sorted(new | anew))
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
-        from oelm.convert import release
-
         release(model)
     return model, note
 

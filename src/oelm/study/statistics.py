@@ -24,11 +24,11 @@ ROUNDING = 1e-12  # smaller differences of scores are rounding
 LARGER_LR = 3.0  # what is lost at this multiple of the best learning rate
 
 
-def finite(name: str, values: Any, dimensions: Sequence[int] = (1,)) -> Array:
-    """The values in float64; UserError if there are none, or if one is missing or not a finite number."""
+def finite(name: str, values: Any) -> Array:
+    """The values in float64, (N,); UserError if there are none or one is not a finite number."""
     array = np.asarray(values, dtype=np.float64)
     bad = array.size - np.count_nonzero(np.isfinite(array))
-    if array.ndim not in dimensions or not array.size or bad:
+    if array.ndim != 1 or not array.size or bad:
         raise UserError(f"{name}: {bad} of {array.size} values are not finite (shape {array.shape})")
     return array
 
