@@ -79,7 +79,7 @@ def run_bench(
 
 
 def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -> dict[str, Any]:
-    """Everything one case has shown."""
+    """The record of one case."""
     peak = median(found[PEAK], "operations_per_s")
     record = {
         "work": case.work,
@@ -125,7 +125,7 @@ def _ratios(quantity: str, arms: list[str], found: dict[str, ArmMeasurement]) ->
 
 
 def ratio(of: list[Window], to: list[Window], quantity: str) -> dict[str, Any]:
-    """The ratio of the medians, and the ends of the rounds' ratios, between which it always lies."""
+    """The ratio of the medians, and the lowest and highest ratio of a round, between which it lies."""
     mine, theirs = ([RATES[quantity](window) for window in windows] for windows in (of, to))
     rounds = [a / b for a, b in zip(mine, theirs, strict=False)]  # one may have failed in a late round
     value = statistics.median(mine[: len(rounds)]) / statistics.median(theirs[: len(rounds)])

@@ -45,7 +45,7 @@ def speed_cases(claim: Claim, benchmarks: Sequence[Benchmark]) -> list[Case]:
 
 
 def _model(work: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """What was trained; records did not say it before, and were of our GPT."""
+    """What was trained. Older records do not say it: they are of the reference GPT."""
     size = record["settings"]["size"]
     layers, d_model = SIZES.get(size, (0, 0))[:2]
     made: dict[str, Any] = {"name": size, "architecture": "gpt", "layers": layers, "d_model": d_model}

@@ -113,7 +113,7 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
 
 
 def missing_warning(names: list[str]) -> Notice | None:
-    """A warning where some labels may mean that there is none. They may be a class's name, so they stay."""
+    """A warning about labels such as "n/a", which may mean that there is none; they are kept as classes."""
     found = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
     if not found:
         return None

@@ -46,7 +46,7 @@ class ArrayWriter:
 
 
 class SplitWriter:
-    """The columns of one split. Items end where their `lengths` say; a corpus has none."""
+    """Writes the columns of one split. `lengths` divide its tokens into items; a corpus is not divided."""
 
     def __init__(self, folder: Path, name: str, dtypes: dict[str, Any]) -> None:
         self.columns = {

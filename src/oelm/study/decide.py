@@ -97,8 +97,8 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
 
 
 def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
-    """From corrected p values: equivalent, better, worse or open. A difference that is certainly within the
-    margin is called equivalent, be it certainly there or not."""
+    """From corrected p values: equivalent, better, worse or open ("undecided" in reports). A difference that
+    is significantly within the margin is equivalent, whether it is significantly different from 0 or not."""
     if margin_p is not None and margin_p < LEVEL:
         return "equivalent"
     if p is not None and p < LEVEL:

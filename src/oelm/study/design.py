@@ -153,7 +153,7 @@ class Study:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What must be fixed before the first test result: the [study] table but for what is incidental."""
+        """What must be fixed before the first test result: the [study] table without INCIDENTAL keys."""
         left_out = (*INCIDENTAL, "seeds") if self.table.until_decided else INCIDENTAL
         table = {key: value for key, value in asdict(self.table).items() if key not in left_out}
         return {key: value for key, value in table.items() if value is not None}

@@ -75,7 +75,7 @@ class Course:
 
     @property
     def time(self) -> Row:
-        """Seconds: of all, of training, of validation, and of a step. `every_step`: each step was timed; in
+        """Seconds: the total, training, validation, and a step. `every_step`: each step was timed; in
         older records the median is one of means over the steps between two lines of the log."""
         timing = [record.timing for record in self.records]
         names = {"total_s": "total_time_s", "training_s": "train_time_s", "validation_s": "eval_time_s"}

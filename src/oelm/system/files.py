@@ -127,7 +127,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     locked: opening a link could open, or create, a file that is not ours.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    no_lock = UserError(f"{path} should be a lock, and is a link or no regular file: delete it")
+    no_lock = UserError(f"{path} is a link or a special file where a lock was expected; delete it")
     try:
         file = open(os.open(path, flags, 0o666), "r+b", buffering=0)  # noqa: SIM115
     except OSError as error:

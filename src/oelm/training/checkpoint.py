@@ -176,8 +176,8 @@ class Checkpoints:
             final = state["final"]
             state["best"] = final if final and final["step"] == state["step"] else None
 
-    def settle(self, state: dict[str, Any]) -> None:
-        """Finish what a killed process began: the index and the deletions after its last checkpoint."""
+    def clean_up(self, state: dict[str, Any]) -> None:
+        """Do what a killed process could not: write the index and delete what is no longer kept."""
         write_json(self.folder / "index.json", _index(state))
         if not self.problems:  # a broken checkpoint stays until another was written in its place
             self._prune(state)

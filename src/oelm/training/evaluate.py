@@ -14,7 +14,7 @@ from oelm.training.parallel import process_state
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
-LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # bytes: there the CPU would take longer to ask than the GPU to answer
+LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # on a GPU of so many bytes small batches would leave it waiting
 LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor: tokens x vocabulary
 
 

@@ -89,7 +89,7 @@ class RunFolder:
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
         seen = read_object(environment_file).get("data") if environment_file.exists() else None
-        # The same texts, wherever they lie now and from wherever one looks at them.
+        # The names of the files count only where the data is not the same: a file may have moved.
         mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
         if mine != others:
             raise UserError(
@@ -236,7 +236,7 @@ def arithmetic(found: dict[str, Any]) -> dict[str, str]:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:
-    """What differs between two of these."""
+    """A notice for each value that differs between two results of `arithmetic`."""
     keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
     return [notice("training.changed", name=key, now=now.get(key), before=before.get(key)) for key in keys]
 

@@ -106,10 +106,10 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str,
     references = trivial_baselines(run.store, (split,) if test_metrics is None else ())
     measured = best["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
-        reference = splits.get(split, {}).get(metric)
-        if reference is not None and run.objective.better(reference, measured[metric]):
+        baseline = splits.get(split, {}).get(metric)
+        if baseline is not None and run.objective.better(baseline, measured[metric]):
             values = {"split": split, "metric": metric, "value": measured[metric]}
-            progress.warn(notice("training.behind_baseline", **values, name=name, baseline=reference))
+            progress.warn(notice("training.behind_baseline", **values, name=name, baseline=baseline))
     if progress.at_chance:
         progress.warn(notice("training.at_chance"))
     found = {

@@ -1,4 +1,4 @@
-"""What runs where, how far, how long still: read from the folders of runs, without touching them."""
+"""The status of runs: how far they are and the time left, read from their folders without changing them."""
 
 import shutil
 import subprocess

@@ -117,7 +117,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
 
 
 def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
-    """Many methods on one task."""
+    """The answer for many methods on one task."""
     words, group, parts = view.words, comparisons[0].group, []
     for verdict, several in _verdicts(comparisons).items():
         names = words.items(f"{_name(c)} {_amount(view, [c])}".strip() for c in several)

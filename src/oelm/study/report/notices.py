@@ -119,7 +119,7 @@ def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 
 def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
-    """Without the names of the task and the method."""
+    """The notices of one arm; `_of_group` adds the names of task and method."""
     if arm.at_chance:
         yield "chance", notice("study.at_chance", seeds=list(arm.at_chance))
     for runs in arm.by_lr:
