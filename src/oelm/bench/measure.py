@@ -224,35 +224,35 @@ def measure(
 
     An arm that fails at any point says why, and the others go on without it.
     """
-    found = {name: ArmMeasurement(name) for name in makers}
+    measured = {name: ArmMeasurement(name) for name in makers}
     arms: dict[str, Arm] = {}
     if device.type == "cuda":
         _make_workspaces(device)
     for name, make in makers.items():
         if not time_left():
-            found[name].failed = "not run: the time was up"
+            measured[name].failed = "not run: the time was up"
             continue
         began = time.perf_counter()
-        arm = _attempt(found[name], partial(_warmed, found[name], make, device))
+        arm = _attempt(measured[name], partial(_warmed, measured[name], make, device))
         if arm is not None:
             arms[name] = arm
-        say(f"  {name}: {found[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
+        say(f"  {name}: {measured[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
         _release(device)  # so that the next one's memory is its own
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
         with GpuClock(device) as watch:
-            _take_turns(arms, found, rounds, time_left, watch, say)
+            _take_turns(arms, measured, rounds, time_left, watch, say)
     finally:
         gc.enable()
     arms.clear()
     _release(device)
-    return found
+    return measured
 
 
 def _take_turns(
     arms: dict[str, Arm],
-    found: dict[str, ArmMeasurement],
+    measured: dict[str, ArmMeasurement],
     rounds: int,
     time_left: Callable[[], bool],
     watch: GpuClock,
@@ -267,13 +267,13 @@ def _take_turns(
             say(f"  round {number} of {rounds}, {(said - began) / number * (rounds - number):.0f} s left")
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
-            window = _attempt(found[name], arms[name].window)
+            window = _attempt(measured[name], arms[name].window)
             if window is None:
                 del arms[name]
                 _release(watch.device)
             else:
                 clock, power = watch.since(time.perf_counter() - window.seconds)
-                found[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
+                measured[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
 
 
 def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.device) -> Arm:

@@ -273,13 +273,13 @@ def _contained_by_root(texts: list[str], unique: dict[str, int]) -> dict[int, li
         text = texts[i]
         gaps = [at for at, letter in enumerate(text) if letter == " "]
         starts, ends = [0, *(at + 1 for at in gaps)], [*gaps, len(text)]
-        found = {
+        phrases = {
             unique[part]
             for first, start in enumerate(starts)
             for end in ends[first:]
             if (part := text[start:end]) in unique
         }
-        found.discard(i)
-        inside[i] = sorted(found)
+        phrases.discard(i)
+        inside[i] = sorted(phrases)
         contained[inside[i]] = True
     return inside

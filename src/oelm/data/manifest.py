@@ -46,8 +46,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))
     if meta.get("format") != FORMAT:
-        found = repr(meta.get("format"))
-        raise Damaged(notice("file.other_format", path=folder, found=found, known=FORMAT))
+        there = repr(meta.get("format"))
+        raise Damaged(notice("file.other_format", path=folder, found=there, known=FORMAT))
     if meta.get("digest") != digest(meta):
         raise Damaged(notice("file.changed", path=path))
     checksums = meta["checksums"].items()
@@ -60,21 +60,21 @@ def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -
     """Compare every file with its checksum; once in a process, unless its state has changed."""
     for name, recorded, _ in files:
         try:
-            found = sha256(folder / name)
+            actual = sha256(folder / name)
         except OSError as error:
             raise Damaged(notice("file.unreadable", path=folder / name, error=error.strerror)) from None
-        if found != recorded:
+        if actual != recorded:
             raise Damaged(notice("file.changed", path=folder / name))
 
 
 def _state(path: Path) -> tuple[int, ...]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         raise Damaged(notice("file.missing", path=path)) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise Damaged(notice("file.irregular", path=path))
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def digest(record: dict[str, Any]) -> str:

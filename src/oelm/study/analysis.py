@@ -57,11 +57,11 @@ def settled(analysis: Analysis) -> bool:
 
 def _hopeless(comparison: Comparison) -> bool:
     """Whether any number of seeds would leave this difference undecided on these test items."""
-    found = comparison.overall
-    if comparison.verdict != "open" or found is None:
+    interval = comparison.overall
+    if comparison.verdict != "open" or interval is None:
         return False
-    width = found.half_width()
-    return abs(found.mean) < width and abs(found.mean) + width > comparison.group.bound(comparison.margin)
+    mean, width = abs(interval.mean), interval.half_width()
+    return mean < width and mean + width > comparison.group.bound(comparison.margin)
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,9 +115,9 @@ def _contrasts(group: Group, study: Study | None) -> list[tuple[str, str]]:
 def _corrected(comparisons: list[Comparison], planned: int) -> list[Comparison]:
     """Correct p (Holm) for all planned comparisons, differences and equivalences each in a family of their
     own. One with problems, or without runs, counts as p = 1."""
-    found = [c.combined if c.combined and not c.problems else None for c in comparisons]
+    usable = [c.combined if c.combined and not c.problems else None for c in comparisons]
     corrected = [
-        statistics.holm([getattr(one, name, None) for one in found], planned - len(comparisons))
+        statistics.holm([getattr(one, name, None) for one in usable], planned - len(comparisons))
         for name in ("p", "margin_p")
     ]
     return [
@@ -220,15 +220,15 @@ def _compare(
     tables = [table_of(group, pair_runs(a, b)) for a, b in ties]
     looks = len(study.looks) if study else 1
     level = 1 - decide.LEVEL / looks
-    found: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
+    intervals: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
     bound = group.bound(margin)
     problems = find_problems(arm, other, study, planned)
-    if seeds and len(found) < len(ties):
+    if seeds and len(intervals) < len(ties):
         problems = (*problems, "no_items")
     return Comparison(
         group, method, reference, margin, seeds, differences,
-        overall=found[0] if tables[0] is not None else None,
-        combined=decide.combine(found, bound, looks) if found and len(found) == len(ties) else None,
+        overall=intervals[0] if tables[0] is not None else None,
+        combined=decide.combine(intervals, bound, looks) if len(intervals) == len(ties) else None,
         by_seeds=statistics.interval(differences) if seeds else None,
         by_items=by_items(*tables[0]) if tables[0] is not None else None,
         problems=problems,

@@ -110,8 +110,8 @@ def collapse_rate(collapses: int, runs: int) -> tuple[float, float]:
     """The exact (Clopper-Pearson) 95 % interval of the rate of collapses."""
     from scipy import stats
 
-    found = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
-    return float(found.low), float(found.high)
+    rate = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
+    return float(rate.low), float(rate.high)
 
 
 def collapsed(points: Sequence[float]) -> list[int]:

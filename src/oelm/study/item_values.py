@@ -60,12 +60,12 @@ def stand_in_values(
             said = item_values(metric, {**arrays, "predictions": np.full_like(arrays["labels"], label)})
             if said is not None and abs(np.average(said.values, weights=said.sizes) - score) < 1e-6:
                 return said
-    found = item_values(metric, arrays)
-    if found is None:
+    measured = item_values(metric, arrays)
+    if measured is None:
         return None
     beyond = score - other if larger_is_better(metric) else np.log(score / other)
-    mean = np.average(found.values, weights=found.sizes) + beyond
-    return found._replace(values=np.full(len(found.values), mean))
+    mean = np.average(measured.values, weights=measured.sizes) + beyond
+    return measured._replace(values=np.full(len(measured.values), mean))
 
 
 def _by_cluster(rows: Array, groups: Array | None) -> Array:

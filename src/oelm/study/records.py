@@ -186,7 +186,7 @@ class Record:
         """Why the run was interrupted or failed."""
         if self.completed:
             return notice("run.metric_not_finite", metric=self.metric) if self.failure_kind else None
-        return read_notice(found) if (found := self.results.get("reason")) else None
+        return read_notice(reason) if (reason := self.results.get("reason")) else None
 
     @property
     def failed_by_method(self) -> bool:
@@ -343,7 +343,7 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
 
 def baselines_of(records: Iterable[Record], metric: str) -> dict[str, dict[str, Any]]:
     """The trivial baselines on the test split that have this metric: name -> metrics."""
-    known: list[dict[str, Any]] = [found for r in records if (found := r.results.get("references"))]
+    known: list[dict[str, Any]] = [trivial for r in records if (trivial := r.results.get("references"))]
     tested = {name: splits["test"] for name, splits in known[0].items() if "test" in splits} if known else {}
     return {name: metrics for name, metrics in tested.items() if metric in metrics}
 

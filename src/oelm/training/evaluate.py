@@ -42,7 +42,7 @@ def evaluate(
     model.eval()
     losses: list[Tensor] = []
     count = 0
-    found: dict[str, list[Tensor | Array]] = {}
+    collected: dict[str, list[Tensor | Array]] = {}
     for step in range(len(epoch)):
         watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
@@ -54,10 +54,10 @@ def evaluate(
             losses.append(loss)
             count += objective.count(split, items)
             for key, value in {"ids": batch.ids, "order": np.asarray(items), **outputs}.items():
-                found.setdefault(key, []).append(value)
+                collected.setdefault(key, []).append(value)
     model.train(training)
     loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0  # in float64, batch after batch
-    joined = {key: _joined(values) for key, values in found.items()}
+    joined = {key: _joined(values) for key, values in collected.items()}
     parts = [(loss_sum, count, joined)] * state.num_processes
     if state.num_processes > 1:
         dist.all_gather_object(parts, parts[0])

@@ -212,7 +212,7 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
     for name in RECORDED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "oelm": __version__,
         "numerics": NUMERICS,
         "python": platform.python_version(),
@@ -225,14 +225,14 @@ def environment(device: Any, processes: int) -> dict[str, Any]:
         "device": str(device.type),
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
+        values |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return values
 
 
-def arithmetic(found: dict[str, Any]) -> dict[str, str]:
+def arithmetic(about: dict[str, Any]) -> dict[str, str]:
     """What of an environment may change the last bits of a run's numbers."""
-    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in found else "cpu"}
-    return {name: str(found[key]) for name, key in names.items()} | found["packages"]
+    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in about else "cpu"}
+    return {name: str(about[key]) for name, key in names.items()} | about["packages"]
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:

@@ -103,7 +103,7 @@ class AnswerReader(Reader):
             question, context = line.split("\t", 1)
             items = windows(self.encoder, [question], [context], np.zeros(1, dtype=np.int64), [[]])
             begins = np.cumsum(items["lengths"]) - items["lengths"]
-            found = []
+            all_spans = []
             for first in range(0, len(begins), WINDOWS):
                 part = slice(first, first + WINDOWS)
                 lengths, context_from = items["lengths"][part], items["context"][part]
@@ -111,8 +111,8 @@ class AnswerReader(Reader):
                 inputs = self.inputs(tokens, lengths, context_from)
                 starts = torch.from_numpy(context_from).to(self.model.device)
                 spans = best_spans(self.model(**inputs), inputs["attention_mask"], starts)
-                found.append([values.cpu().numpy() for values in spans])
-            score, probability, start, end = map(np.concatenate, zip(*found, strict=True))
+                all_spans.append([values.cpu().numpy() for values in spans])
+            score, probability, start, end = map(np.concatenate, zip(*all_spans, strict=True))
             best = int(score.argmax())
             first, last = begins[best] + start[best], begins[best] + end[best]
             answer = context[items["chars_from"][first] : items["chars_to"][last]].strip()
@@ -250,7 +250,7 @@ def windows(
     before, between, after = encoder.pair
     absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
     texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
-    found: list[tuple[Any, ...]] = []
+    made: list[tuple[Any, ...]] = []
     for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
         question = question[: min(QUESTION, room // 2)]
@@ -265,8 +265,8 @@ def windows(
             item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
             places = np.zeros((len(item), 2), dtype=np.int64)
             places[len(head) : len(head) + end - start] = chars[start:end]
-            found.append((item, places, len(item), row, len(head), len(head), *answer))
-    items, characters, *columns = zip(*found, strict=True)
+            made.append((item, places, len(item), row, len(head), len(head), *answer))
+    items, characters, *columns = zip(*made, strict=True)
     names = ("lengths", "ids", "second", "context", "starts", "ends")
     values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
     places = np.concatenate(characters)

@@ -30,8 +30,8 @@ class Listed:
 
 def notices(view: View) -> list[Listed]:
     """All warnings of an analysis, grouped by kind."""
-    found = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
-    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in found]
+    ordered = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
+    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in ordered]
 
 
 def _notices(view: View) -> Iterable[tuple[str, Notice]]:
