@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.study.decide import LOOKS, choice_noise, collapsed, combine, near_ties, verdict
+from oelm.study.decide import LOOKS, MOST_NEAR_TIES, choice_noise, collapsed, combine, near_ties, verdict
 from oelm.study.statistics import holm
 from oelm.study.two_way import overall
 
@@ -131,8 +131,8 @@ def tuned(rng: np.random.Generator, tuning: Tuning, looks: tuple[int, ...], rule
     best = rng.uniform(tuning.grid[0], tuning.grid[-1])
     arms = [tuning.arm(rng, best) for _ in range(2)]
     noise = choice_noise([choice for choice, _ in arms])
-    near = [near_ties(choice, *noise) for choice, _ in arms]
-    near = near if rule == "near-ties" else [rates[:1] for rates in near]
+    most = MOST_NEAR_TIES if rule == "near-ties" else 1
+    near = [near_ties(choice, *noise)[:most] for choice, _ in arms]
     runs = [{lr: tuning.measured(rng, items[lr], looks[-1]) for lr in rates}
             for (_, items), rates in zip(arms, near, strict=True)]  # fmt: skip
     for seeds in looks:

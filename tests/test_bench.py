@@ -272,7 +272,7 @@ def test_gradients_and_optimizer_state_of_medium_512_differ_by_exactly_the_froze
     held = {}
     for method in ("baseline", "oelm"):
         arm = Ours(case_of(made_texts("t", [4, 4], 50257, 512), 2, 512, "gpt-medium-512"), method)
-        arm.settle()
+        arm.warm_up()
         assert arm.held is not None
         held[method] = arm.held
         assert arm.held[1] == 2 * arm.held[0]
@@ -353,7 +353,7 @@ class Noted(list[Any]):
 def test_a_window_of_the_trainer_is_every_text_once_in_batches_of_similar_length() -> None:
     store = made_texts("t", made_lengths("reviews", 64, 64), 300, 64)
     arm = HuggingFaceTrainer(case_of(store, 4, 64), compiled=False)
-    arm.settle()
+    arm.warm_up()
     texts = arm.trainer.train_dataset = Noted(arm.trainer.train_dataset)
     window = arm.window()
     assert (window.steps, window.texts) == (16, 64)
@@ -386,7 +386,7 @@ class Scripted(Arm):
         self.name, self.log, self.seconds, self.fails_at = name, log, iter(seconds), fails_at
         self.count = itertools.count()
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         self.log.append(f"{self.name} settles")
 
     def window(self) -> Window:

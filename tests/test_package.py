@@ -149,6 +149,15 @@ def test_the_tree_of_contributing_names_every_module():
 
 
 @pytest.mark.slow
+def test_contributing_says_where_things_are():
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| where | is |\n")[2].partition("\n\n")[0]
+    places = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", table)
+    assert len(places) > 5
+    for file, names in places:
+        text = (ROOT / "src" / "oelm" / file).read_text()
+        assert all(f"\ndef {name}(" in text for name in re.findall(r"\w+", names)), (file, names)
+
+
 def test_an_installed_wheel_works_outside_the_tree(tmp_path):
     """Built, installed into an environment of its own (with this one's dependencies), used elsewhere."""
     subprocess.run(

@@ -26,7 +26,7 @@ FAULTS = {
 
 
 class _Told(Exception):
-    """An error with its message as a notice, for records; a plain text is one without a code."""
+    """An error whose message is a notice, so that a record can hold it; a plain text has no code."""
 
     def __init__(self, message: str | Notice = "") -> None:
         super().__init__(str(message))

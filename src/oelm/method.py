@@ -129,7 +129,7 @@ def select_layers(selection: str, num_layers: int) -> set[int]:
 
 
 def freezes_only_embeddings(selection: str, num_layers: int) -> bool:
-    """Whether a selection is ":-n" in a model of n layers: no layer, but what is below them all."""
+    """Whether a selection is ":-n" in a model of n layers, which freezes only the embeddings."""
     return selection.replace(" ", "") == f":-{num_layers}"
 
 

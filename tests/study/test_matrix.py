@@ -37,6 +37,16 @@ def test_each_method_is_measured_at_its_own_best_rate_with_fresh_seeds():
     assert not {c.seed for c in measured} & {c.seed for c in scores if c.choosing}
 
 
+def test_of_rates_that_tie_two_are_measured():
+    def world(cell):  # the seeds differ by more than the rates, and in another way at each
+        return math.sin(1e6 * cell.lr * cell.seed) + {3e-4: 0.3, 1e-3: 0.2}.get(cell.lr, 0.0)
+
+    _, matrix = play(world, lrs=[1e-4, 3e-4, 1e-3, 3e-3], widen=0)
+    for method in METHODS:
+        assert len(matrix.near_ties[method]) > 2
+        assert matrix.measured[method] == matrix.near_ties[method][:2]
+
+
 def test_a_best_rate_at_the_edge_widens_the_grid_for_all_methods():
     scores, matrix = play(peak({"baseline": 3e-4, "oelm": 3e-3}))
     assert matrix.grid == [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]

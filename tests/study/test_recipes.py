@@ -1,9 +1,10 @@
 """The resolved recipes of the published experiments, as they were before the package was restructured.
 
-recipes.json was written by commit 7730626: per experiment every value that decides its result. `schedule` and
-`first_batch` are those of a made dataset, as the real ones are too large for a test. A deliberate change of a
-recipe changes the file by hand, with the reason in the commit. Since then only this was changed: the eight
-rows that chose on test hold nothing out (`hold_out`, which stands where it is false, as in an identity).
+recipes.json was written by commit 7730626: per experiment every value that decides its result; configs,
+methods and tasks are those of 3e4480c, where the restructuring was decided. `schedule` and `first_batch` are
+those of a made dataset, as the real ones are too large for a test. A deliberate change of a recipe changes
+the file by hand, with the reason in the commit. Since then only this was changed: the eight rows that chose
+on test hold nothing out (`hold_out`, which stands where it is false, as in an identity).
 """
 
 import json

@@ -58,13 +58,16 @@ def test_holm_by_hand():
     assert holm(p_values.tolist()) == pytest.approx(multitest.multipletests(p_values, method="holm")[1])
 
 
-@given(st.lists(st.floats(0, 1) | st.none(), max_size=8))
-def test_holm_leaves_out_what_was_not_tested(p_values):
-    adjusted = holm(p_values)
+@given(st.lists(st.floats(0, 1) | st.none(), max_size=8), st.integers(0, 3))
+def test_holm_counts_what_was_not_tested_as_p_1(p_values, missing):
+    adjusted = holm(p_values, missing)
     assert [p is None for p in adjusted] == [p is None for p in p_values]
-    tested = [p for p in p_values if p is not None]
-    assert [p for p in adjusted if p is not None] == holm(tested)
-    assert all(before <= after <= 1 for before, after in zip(tested, holm(tested), strict=True))
+    whole = holm([1.0 if p is None else p for p in p_values] + [1.0] * missing)
+    pairs = [(before, after) for before, after in zip(p_values, adjusted, strict=True) if before is not None]
+    assert [after for _, after in pairs] == [
+        after for before, after in zip(p_values, whole, strict=False) if before is not None
+    ]
+    assert all(before <= after <= 1 for before, after in pairs)
 
 
 # Items of one test set.

@@ -127,7 +127,7 @@ SHORT = {"steps": 4, "eval_every": 2, "save_every": 1, "keep": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("below", [SAVE, "Checkpoints.settle", "RunFolder.open", "start_run", "_finish"])
+@pytest.mark.parametrize("below", [SAVE, "Checkpoints.clean_up", "RunFolder.open", "start_run", "_finish"])
 def test_killed_at_every_file_operation(
     machine: Machine, unbroken: Unbroken, tmp_path: Path, below: str
 ) -> None:
@@ -135,7 +135,7 @@ def test_killed_at_every_file_operation(
     config, reference = unbroken(**SHORT)
     for n in range(1, 1000, 3 if below == SAVE else 1):
         out = tmp_path / str(n)
-        if below == "Checkpoints.settle":  # what a resumed run does first: the kill before left it work
+        if below == "Checkpoints.clean_up":  # what a resumed run does first: the kill before left it work
             machine.run(config, out, strike=Strike(signal.SIGKILL, "Checkpoints._prune", n=9))
         ended = machine.run(config, out, strike=Strike(signal.SIGKILL, below, path=str(out), n=n))
         if ended.code == 0:
@@ -379,7 +379,7 @@ def test_a_full_disk_while_it_resumes_names_the_last_checkpoint(
     machine.run(config, out, strike=Strike(signal.SIGKILL, path="step-00000027"))
     last = kept(out)[-1]
     assert (out / "metrics.jsonl").stat().st_size > 4000  # which it writes anew when it resumes
-    running = machine.start(config, out, strike=Strike(signal.SIGSTOP, below="Checkpoints.settle"))
+    running = machine.start(config, out, strike=Strike(signal.SIGSTOP, below="Checkpoints.clean_up"))
     stat = Path(f"/proc/{running.pid}/stat")
     running.wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (4000, 4000))

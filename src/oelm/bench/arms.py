@@ -130,7 +130,7 @@ class HuggingFaceTrainer(Arm):
             f"dynamic padding grouped by length, {'compiled' if compiled else 'eager'}"
         )
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         self.window()
 
     def window(self) -> Window:

@@ -68,7 +68,7 @@ def other_model(size: str) -> Any:
 
 @dataclass(frozen=True)
 class Load:
-    """What the texts of one window amount to, padding not counted."""
+    """The size of the texts of one window, without padding."""
 
     texts: int
     tokens: int
@@ -94,7 +94,7 @@ class Load:
 
 
 class MemorySplit(Split):
-    """A split whose columns are arrays at hand."""
+    """A split whose columns are arrays in memory."""
 
     def __init__(self, columns: dict[str, Array], **meta: Any) -> None:
         super().__init__(Path(), "train", meta | {"columns": sorted(columns)})
@@ -179,7 +179,7 @@ def _made_store(name: str, kind: str, vocab_size: int, longest: int, train: Memo
 
 
 def padding_tokenizer(pad_id: int) -> Any:
-    """A tokenizer that can do the one thing a collator asks of it."""
+    """A tokenizer that can only pad, which is all that a collator needs."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

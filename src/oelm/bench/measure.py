@@ -33,7 +33,7 @@ LEAD_IN = 3  # a third of a window's steps are taken before it
 
 @dataclass(frozen=True)
 class Window:
-    """What one timed stretch took and did. Texts and tokens are real ones, padding not counted."""
+    """The time and the work of one timed window. Padding does not count as texts or tokens."""
 
     seconds: float
     steps: int
@@ -64,8 +64,8 @@ class Arm(ABC):
     cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as it does unless told not to
 
     @abstractmethod
-    def settle(self) -> None:
-        """The first contact: compiling, tuning, the optimizer's state. Its memory peak does not count."""
+    def warm_up(self) -> None:
+        """The first step: compile, tune, make the optimizer's state. Its memory peak does not count."""
 
     @abstractmethod
     def window(self) -> Window: ...
@@ -81,7 +81,7 @@ class StepArm(Arm):
     def step(self, k: int) -> None:
         """Step k of the window."""
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         self.step(0)
 
     def window(self) -> Window:
@@ -106,7 +106,7 @@ class TrainingArm(StepArm):
         operations = load.operations(case.config, kind, causal=kind == "lm")
         super().__init__(case.device, len(self.batches), load, operations)
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self.held = held_bytes(optimizer)
 
@@ -224,35 +224,35 @@ def measure(
 
     An arm that fails at any point says why, and the others go on without it.
     """
-    found = {name: ArmMeasurement(name) for name in makers}
+    measured = {name: ArmMeasurement(name) for name in makers}
     arms: dict[str, Arm] = {}
     if device.type == "cuda":
         _make_workspaces(device)
     for name, make in makers.items():
         if not time_left():
-            found[name].failed = "not run: the time was up"
+            measured[name].failed = "not run: the time was up"
             continue
         began = time.perf_counter()
-        arm = _attempt(found[name], partial(_warmed, found[name], make, device))
+        arm = _attempt(measured[name], partial(_warmed, measured[name], make, device))
         if arm is not None:
             arms[name] = arm
-        say(f"  {name}: {found[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
+        say(f"  {name}: {measured[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
         _release(device)  # so that the next one's memory is its own
     gc.collect()
     gc.disable()  # it would leave the device idle now and then
     try:
         with GpuClock(device) as watch:
-            _take_turns(arms, found, rounds, time_left, watch, say)
+            _take_turns(arms, measured, rounds, time_left, watch, say)
     finally:
         gc.enable()
     arms.clear()
     _release(device)
-    return found
+    return measured
 
 
 def _take_turns(
     arms: dict[str, Arm],
-    found: dict[str, ArmMeasurement],
+    measured: dict[str, ArmMeasurement],
     rounds: int,
     time_left: Callable[[], bool],
     watch: GpuClock,
@@ -267,13 +267,13 @@ def _take_turns(
             say(f"  round {number} of {rounds}, {(said - began) / number * (rounds - number):.0f} s left")
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
-            window = _attempt(found[name], arms[name].window)
+            window = _attempt(measured[name], arms[name].window)
             if window is None:
                 del arms[name]
                 _release(watch.device)
             else:
                 clock, power = watch.since(time.perf_counter() - window.seconds)
-                found[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
+                measured[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
 
 
 def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.device) -> Arm:
@@ -281,7 +281,7 @@ def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.dev
     before = torch.cuda.memory_allocated(device) if gpu else 0
     arm = make()
     torch.backends.cuda.enable_cudnn_sdp(arm.cudnn_attention)
-    arm.settle()
+    arm.warm_up()
     if gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -296,7 +296,7 @@ def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.dev
 
 
 def _make_workspaces(device: torch.device) -> None:
-    """What the first matrix products of a process make for good is not the memory of the first arm."""
+    """Have the workspaces of matrix products allocated now, so that no arm's memory includes them."""
     x = torch.zeros(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     torch.cuda.synchronize(device)

@@ -67,8 +67,8 @@ def run_bench(
             sizes = case.config.num_layers, case.config.d_model, case.batch_size * case.length
             pooled = case.store.kind == "classification" and case.model["architecture"] == "gpt"
             products[OMITTED] = partial(omitted_product, device, *sizes, pooled=pooled)
-        found = measure(products | arms, settings.rounds, device, time_left, say)
-        cases.append(case_record(case, list(arms), found))
+        measured = measure(products | arms, settings.rounds, device, time_left, say)
+        cases.append(case_record(case, list(arms), measured))
         torch.compiler.reset()
         if json_file is not None:
             write_json(json_file, record)
@@ -80,9 +80,9 @@ def run_bench(
     return record
 
 
-def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -> dict[str, Any]:
-    """Everything one case has shown."""
-    peak = median(found[PEAK], "operations_per_s")
+def case_record(case: Case, arms: list[str], measured: dict[str, ArmMeasurement]) -> dict[str, Any]:
+    """The record of one case."""
+    peak = median(measured[PEAK], "operations_per_s")
     record = {
         "work": case.work,
         "name": case.name,
@@ -91,12 +91,12 @@ def case_record(case: Case, arms: list[str], found: dict[str, ArmMeasurement]) -
         "batch_size": case.batch_size,
         "length": case.length,
         "data": case.store.fingerprint,
-        "matmul": {"about": found[PEAK].about, "operations_per_s": peak},
-        "arms": [_arm_record(found[name], peak) for name in arms],
-        "ratios": _ratios(QUANTITIES[case.work], arms, found),
+        "matmul": {"about": measured[PEAK].about, "operations_per_s": peak},
+        "arms": [_arm_record(measured[name], peak) for name in arms],
+        "ratios": _ratios(QUANTITIES[case.work], arms, measured),
     }
     if case.work == "freezing":
-        record["savings"] = _savings(arms, found)
+        record["savings"] = _savings(arms, measured)
     return record
 
 
@@ -116,34 +116,35 @@ def _arm_record(arm: ArmMeasurement, peak: float | None) -> dict[str, Any]:
     return record | {"windows": [asdict(window) for window in arm.windows]}
 
 
-def _ratios(quantity: str, arms: list[str], found: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
+def _ratios(quantity: str, arms: list[str], measured: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
     """The first arm's rate over each peer's; of methods, each one's step time over the baseline's."""
     pairs = [(other, arms[0]) if quantity == "step_s" else (arms[0], other) for other in arms[1:]]
     return [
-        {"of": of, "to": to, "quantity": quantity} | ratio(found[of].windows, found[to].windows, quantity)
+        {"of": of, "to": to, "quantity": quantity}
+        | ratio(measured[of].windows, measured[to].windows, quantity)
         for of, to in pairs
-        if found[of].windows and found[to].windows
+        if measured[of].windows and measured[to].windows
     ]
 
 
 def ratio(of: list[Window], to: list[Window], quantity: str) -> dict[str, Any]:
-    """The ratio of the medians, and the ends of the rounds' ratios, between which it always lies."""
+    """The ratio of the medians, and the lowest and highest ratio of a round, between which it lies."""
     mine, theirs = ([RATES[quantity](window) for window in windows] for windows in (of, to))
     rounds = [a / b for a, b in zip(mine, theirs, strict=False)]  # one may have failed in a late round
     value = statistics.median(mine[: len(rounds)]) / statistics.median(theirs[: len(rounds)])
     return {"ratio": value, "low": min(rounds), "high": max(rounds)}
 
 
-def _savings(arms: list[str], found: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
+def _savings(arms: list[str], measured: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
     """What each method saves of the baseline's step, beside what the product it omits takes alone."""
-    product, base = found[OMITTED], found.get("baseline", ArmMeasurement("baseline"))
+    product, base = measured[OMITTED], measured.get("baseline", ArmMeasurement("baseline"))
     whole, alone = median(base, "step_s"), median(product, "step_s")
     if whole is None or alone is None:
         return []
     omitted, work = (arm.windows[0].operations / arm.windows[0].steps for arm in (product, base))
     savings = []
     for name in arms:
-        step, arm = median(found[name], "step_s"), found[name]
+        step, arm = median(measured[name], "step_s"), measured[name]
         if name == "baseline" or step is None:
             continue
         assert base.held is not None and arm.held is not None

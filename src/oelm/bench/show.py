@@ -40,10 +40,10 @@ def print_record(record: dict[str, Any]) -> None:
             screen.print()
             screen.print(table)
     for case in record["cases"]:
-        for found in case.get("savings", []):
-            if min(found["saved_s_rounds"]) < 0 < max(found["saved_s_rounds"]):
+        for saving in case.get("savings", []):
+            if min(saving["saved_s_rounds"]) < 0 < max(saving["saved_s_rounds"]):
                 screen.print(
-                    f"\n{case['name']}, {found['method']}: single rounds disagree on whether time is saved. "
+                    f"\n{case['name']}, {saving['method']}: single rounds disagree on whether time is saved. "
                     "Longer windows (--steps; 1250 on a GPU at its power limit) or more --rounds say more.",
                     soft_wrap=True,
                 )
@@ -85,10 +85,10 @@ def _arms(record: dict[str, Any]) -> Any:
 def _ratios(record: dict[str, Any]) -> Any:
     table = _table("Ratios of the medians", ["work", "on", "of / to", "in"], ["ratio", "rounds"])
     for case in record["cases"]:
-        for found in case["ratios"]:
+        for ratio in case["ratios"]:
             table.add_row(
-                case["work"], case["name"], f"{found['of']} / {found['to']}", WORDS[found["quantity"]],
-                f"{found['ratio']:.3f}", f"{found['low']:.3f} .. {found['high']:.3f}",
+                case["work"], case["name"], f"{ratio['of']} / {ratio['to']}", WORDS[ratio["quantity"]],
+                f"{ratio['ratio']:.3f}", f"{ratio['low']:.3f} .. {ratio['high']:.3f}",
             )  # fmt: skip
     return table
 
@@ -101,13 +101,13 @@ def _savings(record: dict[str, Any]) -> Any:
     title = "What freezing saves, beside the Q/K weight-gradient product that it omits"
     table = _table(title, ["on", "method"], columns)
     for case in record["cases"]:
-        for found in case.get("savings", []):
+        for saving in case.get("savings", []):
             table.add_row(
-                case["name"], found["method"], _number(found["saved_s"], 1e3, 3),
-                " .. ".join(_number(end(found["saved_s_rounds"]), 1e3, 3) for end in (min, max)),
-                _percent(found["saved_share"]), _number(found["omitted_product_s"], 1e3, 3),
-                _percent(found["saved_of_omitted"]), _percent(found["omitted_share_of_operations"]),
-                _number(found["held_bytes_saved"]), _number(found["peak_memory_bytes_saved"]),
+                case["name"], saving["method"], _number(saving["saved_s"], 1e3, 3),
+                " .. ".join(_number(end(saving["saved_s_rounds"]), 1e3, 3) for end in (min, max)),
+                _percent(saving["saved_share"]), _number(saving["omitted_product_s"], 1e3, 3),
+                _percent(saving["saved_of_omitted"]), _percent(saving["omitted_share_of_operations"]),
+                _number(saving["held_bytes_saved"]), _number(saving["peak_memory_bytes_saved"]),
             )  # fmt: skip
     return table
 

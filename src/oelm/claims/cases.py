@@ -201,8 +201,8 @@ class Case:
         if margin is None:
             return self.p(self.threshold)
         ends = (-margin, margin) if abs(mean) < margin else (math.copysign(margin, mean),)
-        found = [p for end in ends if (p := self.p(end)) is not None]
-        return max(found) if len(found) == len(ends) else None
+        p_values = [p for end in ends if (p := self.p(end)) is not None]
+        return max(p_values) if len(p_values) == len(ends) else None
 
     @property
     def ahead(self) -> bool:
@@ -293,10 +293,11 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     what = sentence("nothing")
     if tables:
         there, back = _scale(part.measure, group, arms, fmean(score for _, score in scores))
-        found = combine([overall(*table, level=analysis.level) for table in tables], 1.0, looks)
-        mean = there(found.mean)
-        if found.low is not None and found.high is not None:
-            interval = min(there(found.low), there(found.high)), max(there(found.low), there(found.high))
+        combined = combine([overall(*table, level=analysis.level) for table in tables], 1.0, looks)
+        mean = there(combined.mean)
+        if combined.low is not None and combined.high is not None:
+            ends = there(combined.low), there(combined.high)
+            interval = min(ends), max(ends)
         columns = (f"{fmean(column):.4g}" for column in zip(*scores, strict=True))
         values = dict(zip(("score", "reference_score"), columns, strict=True))
         texts = describe_number(part, unit, mean, interval, len(scores), level=analysis.level)

@@ -48,44 +48,44 @@ def _age(ended: str | None) -> str:
 
 def collect(paths: Sequence[Path]) -> Collection:
     """Read folders, searched for studies, runs and benchmark records, and files of `oelm bench --json`."""
-    found, seen = Collection(), set[Path]()
+    collection, seen = Collection(), set[Path]()
     for path in paths:
         if path.is_dir():
-            _search(path, found, seen)
+            _search(path, collection, seen)
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder")
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            found.add(Benchmark(path.name, read_record(path)))
-    if not found.analyses and not found.benchmarks:
-        why = f" ({found.left_out[0]})" if found.left_out else ""
+            collection.add(Benchmark(path.name, read_record(path)))
+    if not collection.analyses and not collection.benchmarks:
+        why = f" ({collection.left_out[0]})" if collection.left_out else ""
         names = ", ".join(map(str, paths))
         raise UserError(f"no study, run or record of oelm bench that can be used in {names}{why}")
-    return found
+    return collection
 
 
-def _search(folder: Path, found: Collection, seen: set[Path]) -> None:
+def _search(folder: Path, collection: Collection, seen: set[Path]) -> None:
     """Add what is below a folder; `seen` holds the studies, runs and files that were read before."""
     studies = [path.parent.resolve() for path in sorted(folder.rglob("study.toml"))]
     for study in dict.fromkeys(studies):
         if study not in seen and any(study.rglob("results.json")):
             try:
-                found.analyses.append(analyse(study))
-                found.left_out += map(str, found.analyses[-1].damaged)
+                collection.analyses.append(analyse(study))
+                collection.left_out += map(str, collection.analyses[-1].damaged)
             except UserError as error:
-                found.left_out.append(str(error))
+                collection.left_out.append(str(error))
     seen.update(studies)
     damaged: list[Notice] = []
     records = [record for record in find_records(folder, damaged) if not _read(record.folder, seen)]
     if records:
-        found.analyses.append(analyse_records(records, None, title=folder.resolve().name))
+        collection.analyses.append(analyse_records(records, None, title=folder.resolve().name))
     if not studies:  # or they have been named above
-        found.left_out += map(str, damaged)
+        collection.left_out += map(str, damaged)
     seen.update(record.folder.resolve() for record in records)
     for path in sorted(folder.rglob("*.json")):
         if not _read(path, seen):
             with contextlib.suppress(UserError):  # some other JSON file
-                found.add(Benchmark(path.name, read_record(path)))
+                collection.add(Benchmark(path.name, read_record(path)))
             seen.add(path.resolve())
 
 

@@ -52,8 +52,8 @@ def behind_sentences(claim: Claim, setting: Setting) -> list[Sentence]:
 
 
 def control_sentence(claim: Claim, case: Case, gains: bool) -> Sentence:
-    """How the method compares with the control that the claim leaves out. That the control explains the gain
-    is said only where it is better, or equivalent within the claim's margin."""
+    """How the method compares with the control that the claim leaves out. The control explains the gain only
+    if it is better, or equivalent within the claim's margin."""
     control, setting = case.part.control, case.setting
     assert control is not None and setting is not None
     templates = data.claim_data()["controls"][control]

@@ -45,7 +45,7 @@ def speed_cases(claim: Claim, benchmarks: Sequence[Benchmark]) -> list[Case]:
 
 
 def _model(work: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """What was trained; records did not say it before, and were of our GPT."""
+    """What was trained. Older records do not say it: they are of the reference GPT."""
     size = record["settings"]["size"]
     layers, d_model = SIZES.get(size, (0, 0))[:2]
     made: dict[str, Any] = {"name": size, "architecture": "gpt", "layers": layers, "d_model": d_model}
@@ -54,8 +54,8 @@ def _model(work: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 
 def _fits(part: ClaimPart, work: dict[str, Any], record: dict[str, Any]) -> bool:
     model, shape = _model(work, record), data.claim_data()["shapes"][part.architecture]
-    found = (work["kind"], work["length"], model["architecture"], model["layers"], model["d_model"])
-    return found == (part.kind, part.length, part.architecture, *shape)
+    measured = (work["kind"], work["length"], model["architecture"], model["layers"], model["d_model"])
+    return measured == (part.kind, part.length, part.architecture, *shape)
 
 
 def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, work: dict[str, Any]) -> Case:
@@ -66,18 +66,17 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         [window["seconds"] / window["steps"] for window in windows[name]]
         for name in (claim.method, claim.reference_arm)
     )
-    logs = [
-        math.log(a / b) for a, b in zip(ours, theirs, strict=False)
-    ]  # one may have failed in a late round
+    # Of unequal length where one of them failed in a late round.
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=False)]
     n, problem = len(logs), None
     if n < FEWEST_ROUNDS:
         problem = sentence("few_rounds", n=n, fewest=FEWEST_ROUNDS)
     mean, interval, what = None, None, sentence("nothing_timed")
     if logs:
-        found = statistics.interval(logs)
-        mean = -100 * math.expm1(found.mean)
-        if found.low is not None and found.high is not None:
-            interval = -100 * math.expm1(found.high), -100 * math.expm1(found.low)
+        estimate = statistics.interval(logs)
+        mean = -100 * math.expm1(estimate.mean)
+        if estimate.low is not None and estimate.high is not None:
+            interval = -100 * math.expm1(estimate.high), -100 * math.expm1(estimate.low)
         environment = benchmark.record["environment"]
         values = {"on": work["name"], "record": benchmark.name, "ms": 1000 * sum(theirs) / len(theirs)}
         values["machine"] = environment.get("gpu") or environment.get("cpu")

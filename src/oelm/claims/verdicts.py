@@ -18,9 +18,9 @@ from oelm.claims.cases import FEWEST_RATES, Case, Fitting, Setting, fitting_sett
 from oelm.claims.data import IN_PART, NOT_DECIDED, REFUTED, SUPPORTED, Claim, Sentence, join, sentence
 from oelm.claims.remarks import behind_sentences, control_sentence, describe_setting, growth_sentence
 from oelm.claims.speed import Benchmark, speed_cases
-from oelm.study import statistics
-from oelm.study.decide import LEVEL, choice_noise, near_ties
-from oelm.study.result_types import Analysis, ArmResult, Group
+from oelm.study.decide import LEVEL
+from oelm.study.result_types import Analysis, ArmResult
+from oelm.study.statistics import holm
 from oelm.system.messages import notice
 
 
@@ -141,10 +141,9 @@ def _summary(findings: Sequence[Finding]) -> list[Sentence]:
 
 
 def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
-    """The finding of each setting. p is corrected for all of them, and for as many missing ones: what is
-    missing or void counts as p = 1, so that it makes nothing else look better."""
-    decisive = _corrected([case.decisive_p() for case in cases], missing)
-    gains = _corrected([case.p(0.0) if case.part.share is not None else None for case in cases], missing)
+    """The finding of each setting. p is corrected for all of them and the missing ones."""
+    decisive = holm([case.decisive_p() for case in cases], missing)
+    gains = holm([case.p(0.0) if case.part.share is not None else None for case in cases], missing)
     findings = []
     for case, p, p_gain in zip(cases, decisive, gains, strict=True):
         verdict, why = _compare(case, p, p_gain)
@@ -166,11 +165,6 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
             )
         )  # fmt: skip
     return findings
-
-
-def _corrected(p_values: Sequence[float | None], missing: int) -> list[float | None]:
-    adjusted = statistics.holm([1.0 if p is None else p for p in p_values] + [1.0] * missing)
-    return [None if p is None else a for p, a in zip(p_values, adjusted, strict=False)]
 
 
 def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, list[Sentence]]:
@@ -246,7 +240,7 @@ def _per_hour(verdict: str, benchmarks: Sequence[Benchmark]) -> tuple[str, Sente
     claim can be refuted but not supported."""
     (speed,) = (claim for claim in data.read_claims() if claim.rule == "speed")
     cases = [c for c in speed_cases(speed, benchmarks) if c.part.kind == "lm" and c.part.within is None]
-    p_values = _corrected([case.p(0.0) for case in cases], 0)
+    p_values = holm([case.p(0.0) for case in cases])
     sure = bool(cases) and all(p is not None and p < LEVEL for p in p_values)
     faster = all(case.mean is not None and case.mean > 0 for case in cases)
     key = "hour_open" if not sure else "hour_faster" if faster else "hour_slower"
@@ -312,11 +306,11 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
     """The ratios that the near-tied learning rates of both arms allow."""
     group, arms = setting.group, setting.arms_of(claim)
     verdict, number, interval = NOT_DECIDED, None, None
-    problem = _trials_problem(claim, setting, arms)
-    rates = [] if problem else _near_ties(group, arms)
-    if problem is not None or arms[0].lr is None or arms[1].lr is None:
+    problem, matrix = _trials_problem(claim, setting, arms), group.matrix
+    if problem is not None or matrix is None or arms[0].lr is None or arms[1].lr is None:
         why = sentence("problems", problems=problem or sentence("untuned", fewest=FEWEST_RATES))
     else:
+        rates = [matrix.near_ties[arm.method] for arm in arms]
         number, least = arms[0].lr / arms[1].lr, 0.99 * claim.ratio[0]  # 3e-4 / 1e-4 is not quite 3
         interval = min(rates[0]) / max(rates[1]), max(rates[0]) / min(rates[1])
         verdict = SUPPORTED if interval[0] >= least else REFUTED if interval[1] < least else NOT_DECIDED
@@ -332,21 +326,6 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
     reason = join([why, describe_setting(claim, setting)])
     place = (group.task, setting.model, setting.analysis.title)
     return Finding(*place, verdict, number, interval, trials, "ratio", None, number is None, why, *reason)
-
-
-def _near_ties(group: Group, arms: Sequence[ArmResult]) -> list[list[float]]:
-    """All learning rates of each arm that could be its best, by the noise of all arms' trials."""
-    sign = 1 if group.larger_is_better else -1
-    trials: dict[str, dict[float, list[float]]] = {}
-    for arm in (arm for arm in group.arms.values() if not arm.unevaluated):
-        ordered = sorted(arm.trials, key=lambda record: record.seed)
-        usable = [lr for lr, mean in arm.lr_scores.items() if mean is not None]
-        trials[arm.method] = {
-            lr: [sign * r.validation for r in ordered if r.lr == lr and r.validation is not None]
-            for lr in usable
-        }
-    noise, df = choice_noise(list(trials.values()))
-    return [near_ties(trials[arm.method], noise, df, most=None) for arm in arms]
 
 
 def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:

@@ -34,20 +34,20 @@ def claims(
     from oelm.study.report.view import Words
 
     Words(lang)  # refuses a language that does not exist
-    found = collect(paths)
-    verdicts = judge(found.analyses, found.benchmarks)
+    collection = collect(paths)
+    verdicts = judge(collection.analyses, collection.benchmarks)
     if as_json:
         rules = claim_data()["rules"] | {"date": claim_data()["rules"]["date"].isoformat()}
-        answer = {"rules": rules, "runs": found.ages, "left_out": found.left_out}
-        answer["studies"] = [analysis.title for analysis in found.analyses]
-        answer["benchmarks"] = [benchmark.name for benchmark in found.benchmarks]
+        answer = {"rules": rules, "runs": collection.ages, "left_out": collection.left_out}
+        answer["studies"] = [analysis.title for analysis in collection.analyses]
+        answer["benchmarks"] = [benchmark.name for benchmark in collection.benchmarks]
         answer["claims"] = [asdict(verdict) for verdict in verdicts]
         say(json.dumps(answer, indent=1, ensure_ascii=False))
         return
-    show(found, verdicts, lang)
+    show(collection, verdicts, lang)
 
 
-def show(found: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
+def show(given: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     """Print what was judged, then each claim with its verdict, number and reason, in 80 columns."""
     from rich.padding import Padding
     from rich.text import Text
@@ -55,12 +55,12 @@ def show(found: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     from oelm.claims.data import claim_data, format_number, sentence
 
     place = ("en", "zh").index(lang)
-    rules, ages = claim_data()["rules"], found.ages
-    counts = {"studies": len(found.analyses), "benchmarks": len(found.benchmarks), "runs": sum(ages.values())}
+    rules, ages = claim_data()["rules"], given.ages
+    counts = {"studies": len(given.analyses), "benchmarks": len(given.benchmarks), "runs": sum(ages.values())}
     screen = console(width=80, highlight=False, markup=False, emoji=False)
     dated = {"date": f"{rules['date']:%Y-%m-%d}", "version": rules["version"]}
     screen.print(Text(sentence("judged", **dated, **counts, **ages)[place]))
-    for problem in found.left_out:
+    for problem in given.left_out:
         screen.print(Text(sentence("left_out", problem=problem)[place]))
     for verdict in verdicts:
         head = f"\n{verdict.id:<4}{claim_data()['verdicts'][verdict.verdict][place]}"

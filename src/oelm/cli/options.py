@@ -60,7 +60,7 @@ def seconds_of(text: str | None) -> float | None:
 
 
 def parts(text: str) -> list[str]:
-    """What stands between the commas."""
+    """The parts of a list with commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

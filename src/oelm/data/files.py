@@ -9,8 +9,8 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from itertools import chain, count, islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,6 +88,15 @@ class TextSource(Source):
     @abstractmethod
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]: ...
 
+    def _chunked(self, records: Iterable[tuple[str, dict[str, Any]]], columns: list[str]) -> Iterator[Chunk]:
+        """Chunks of records; each comes with the place that a message names where a column is missing."""
+        records = iter(records)
+        while some := list(islice(records, CHUNK_ROWS)):
+            for place, record in some:
+                if missing := [column for column in columns if column not in record]:
+                    raise UserError(f"{place} has no {missing[0]!r}; it has: {', '.join(record)}")
+            yield {column: [record[column] for _, record in some] for column in columns}
+
     def _check_bytes(self) -> None:
         """Name the first line that is not UTF-8; the decoder knows only a place in its buffer."""
         with self.paths[0].open("rb") as file:
@@ -141,11 +150,10 @@ class JsonlSource(TextSource):
     """JSON lines: one object per line."""
 
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
-        records = (self._record(line, number, columns) for number, line in enumerate(file, 1) if line.strip())
-        while some := list(islice(records, CHUNK_ROWS)):
-            yield {column: [record[column] for record in some] for column in columns}
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        yield from self._chunked((self._record(line, number) for number, line in lines), columns)
 
-    def _record(self, line: str, number: int, columns: list[str]) -> dict[str, Any]:
+    def _record(self, line: str, number: int) -> tuple[str, dict[str, Any]]:
         place = f"{self.name}, line {number}"
         try:
             record = json.loads(line)
@@ -157,10 +165,7 @@ class JsonlSource(TextSource):
             raise UserError(
                 f'{place}: an object such as {{"text": ...}} was expected, not {type(record).__name__}'
             )
-        for column in columns:
-            if column not in record:
-                raise UserError(f"{place} has no {column!r}; it has: {', '.join(record)}")
-        return record
+        return place, record
 
 
 class JsonSource(TextSource):
@@ -176,15 +181,8 @@ class JsonSource(TextSource):
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise UserError(f'{self.name}: a list of objects, or {{"data": [...]}} with one, was expected')
         nested = [row for row in rows if "paragraphs" in row]
-        records = iter(self._questions(nested) if nested else rows)
-        for first in count(0, CHUNK_ROWS):
-            if not (some := list(islice(records, CHUNK_ROWS))):
-                return
-            for number, record in enumerate(some, first):
-                if missing := [column for column in columns if column not in record]:
-                    there = ", ".join(map(str, record))
-                    raise UserError(f"{self.where(number)} has no {missing[0]!r}; it has: {there}")
-            yield {column: [record[column] for record in some] for column in columns}
+        records = self._questions(nested) if nested else rows
+        yield from self._chunked(((self.where(row), record) for row, record in enumerate(records)), columns)
 
     def _questions(self, documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The questions of SQuAD's own files, one row each, as the hub has them."""
@@ -207,12 +205,9 @@ class ConllSource(TextSource):
 
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
         self._require(["tokens", "tags"], columns)
-        sentences = self._sentences(file)
-        while some := list(islice(sentences, CHUNK_ROWS)):
-            named = {"tokens": [words for words, _ in some], "tags": [tags for _, tags in some]}
-            yield {column: named[column] for column in columns}
+        yield from self._chunked(((self.name, sentence) for sentence in self._sentences(file)), columns)
 
-    def _sentences(self, file: IO[str]) -> Iterator[tuple[list[str], list[str]]]:
+    def _sentences(self, file: IO[str]) -> Iterator[dict[str, Any]]:
         words: list[str] = []
         tags: list[str] = []
         width = None
@@ -220,7 +215,7 @@ class ConllSource(TextSource):
             fields = line.split()
             if not fields or fields[0] == "-DOCSTART-":
                 if words:
-                    yield words, tags
+                    yield {"tokens": words, "tags": tags}
                 words, tags = [], []
                 continue
             width = width or len(fields)

@@ -20,7 +20,7 @@ MAYBE_MISSING = ("na", "n/a", "#n/a", "<na>", "none", "null")  # how programs wr
 
 def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> np.ndarray:
     """Labels of a catalogued task as numbers; -1 stays, anything else outside the range is refused."""
-    found = np.empty(len(values), dtype=np.int64)
+    numbers = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
         if isinstance(value, str) and value in names:
             value = names.index(value)
@@ -28,8 +28,8 @@ def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> n
             raise UserError(
                 f"{source.where(row)}: label {value!r} is not 0 to {len(names) - 1} ({', '.join(names)})"
             )
-        found[row] = value
-    return found
+        numbers[row] = value
+    return numbers
 
 
 def user_labels(values: list[Any], source: Source, column: str, as_names: bool = False) -> list[str]:
@@ -113,9 +113,9 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
 
 
 def missing_warning(names: list[str]) -> Notice | None:
-    """A warning where some labels may mean that there is none. They may be a class's name, so they stay."""
-    found = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
-    if not found:
+    """A warning about labels such as "n/a", which may mean that there is none; they are kept as classes."""
+    counts = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
+    if not counts:
         return None
-    labels = [notice("data.label_rows", label=repr(name), count=count) for name, count in found.items()]
+    labels = [notice("data.label_rows", label=repr(name), count=count) for name, count in counts.items()]
     return notice("data.maybe_missing", labels=labels)

@@ -51,8 +51,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))
     if meta.get("format") != FORMAT:
-        found = repr(meta.get("format"))
-        raise Damaged(notice("file.other_format", path=folder, found=found, known=FORMAT))
+        there = repr(meta.get("format"))
+        raise Damaged(notice("file.other_format", path=folder, found=there, known=FORMAT))
     if meta.get("digest") != digest(meta):
         raise Damaged(notice("file.changed", path=path))
     checksums = meta["checksums"].items()
@@ -69,10 +69,10 @@ def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -
         return
     for name, recorded, _ in files:
         try:
-            found = sha256(folder / name)
+            actual = sha256(folder / name)
         except OSError as error:
             raise Damaged(notice("file.unreadable", path=folder / name, error=error.strerror)) from None
-        if found != recorded:
+        if actual != recorded:
             raise Damaged(notice("file.changed", path=folder / name))
     states = [state for *_, state in files]
     if sum(size for size, *_ in states) >= LARGE:
@@ -86,12 +86,12 @@ def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -
 def _state(path: Path) -> tuple[int, ...]:
     """Size, place and times of a file. The last one, of its latest change of any kind, no program can set."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         raise Damaged(notice("file.missing", path=path)) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise Damaged(notice("file.irregular", path=path))
-    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def digest(record: dict[str, Any]) -> str:

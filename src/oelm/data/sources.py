@@ -30,16 +30,19 @@ class HubSource(Source):
             yield batch.to_pydict()
 
 
+def split_files(data_dir: Path, task: Task, split: str) -> list[Path]:
+    """The files of a task's split below a data folder; none where it is not there."""
+    whole = data_dir / task.folder / f"{split}.parquet"
+    # The hub's names for a table in several files.
+    return [whole] if whole.is_file() else sorted(whole.parent.glob(f"{split}-*.parquet"))
+
+
 def _source(task: Task, split: str, data_dir: Path | None) -> Source:
     """A split of a task: from the folder where one is given, from the hub otherwise."""
     if data_dir is not None:
-        folder = data_dir / task.folder
-        paths = [folder / f"{split}.parquet"]
-        if not paths[0].is_file():
-            paths = sorted(folder.glob(f"{split}-*.parquet"))  # the hub's names for a table in several files
-        if not paths:
-            raise UserError(f"{task.name} needs {folder / split}.parquet, which is not there")
-        return ParquetSource(*paths)
+        if paths := split_files(data_dir, task, split):
+            return ParquetSource(*paths)
+        raise UserError(f"{task.name} needs {data_dir / task.folder / split}.parquet, which is not there")
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
     import datasets

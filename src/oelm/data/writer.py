@@ -46,7 +46,7 @@ class ArrayWriter:
 
 
 class SplitWriter:
-    """The columns of one split. Items end where their `lengths` say; a corpus has none."""
+    """Writes the columns of one split. `lengths` divide its tokens into items; a corpus is not divided."""
 
     def __init__(self, folder: Path, name: str, dtypes: dict[str, Any]) -> None:
         self.columns = {
@@ -114,9 +114,9 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     disk, so a store that can be seen is complete. One that is damaged is set aside and made again."""
     # The format is part of the name: a version of the package finds only stores that it can read.
     final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
-    found, problem = _look_up(final)  # no lock: a read-only cache can be used
-    if found is not None:
-        return found
+    store, problem = _look_up(final)  # no lock: a read-only cache can be used
+    if store is not None:
+        return store
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.with_suffix(".lock"), wait=True):

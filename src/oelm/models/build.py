@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import oelm.models.gpt as gpt
 from oelm.config import RunConfig
-from oelm.convert import ConversionReport, convert
+from oelm.convert import ConversionReport, convert, release
 from oelm.data import Store
 from oelm.data.tasks import task_kind
 from oelm.data.tasks.base import TaskKind
@@ -53,8 +53,8 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
 def check_gpt(name: str, kind: TaskKind) -> type[PreTrainedModel]:
     """The reference GPT's class for a kind of task, or an error where it cannot do that."""
     kind.check_config(OelmGPTConfig(), name)
-    found: type[PreTrainedModel] = getattr(gpt, kind.auto_class.replace("AutoModel", "OelmGPT"))
-    return found
+    cls: type[PreTrainedModel] = getattr(gpt, kind.auto_class.replace("AutoModel", "OelmGPT"))
+    return cls
 
 
 def _gpt_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
@@ -99,8 +99,6 @@ def _load(
     if others and (anew := renew_scores(model, new)):
         note = notice("training.new_labels", names=sorted(new | anew))
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
-        from oelm.convert import release
-
         release(model)
     return model, note
 
@@ -115,15 +113,15 @@ def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
         return {}
     # The families call them hidden_dropout_prob, resid_pdrop, seq_classif_dropout and more; `None` is a rate
     # that follows another.
-    found = {
+    rates = {
         key: config.model.dropout
         for key, value in known.to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
         and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
     }
-    if not found:
+    if not rates:
         raise UserError(f"model.dropout: {known.model_type} has no dropout to set")
-    return found
+    return rates
 
 
 def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:

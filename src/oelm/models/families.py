@@ -288,7 +288,7 @@ def _match(pattern: str, modules: dict[str, tuple[str, nn.Module]]) -> list[tupl
 
 
 def whole_model_roles(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
-    """The embeddings and norms of a model, recognised by their classes, by their paths."""
+    """Role -> path -> module: the embeddings and norms of a model, recognised by their classes."""
     modules = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
     return {
         "embeddings": {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)},

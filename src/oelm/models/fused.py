@@ -132,7 +132,7 @@ def packed_linear(
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all gradients are needed, or none."""
+    """Whether all of them need a gradient, or none."""
     return len({tensor.requires_grad for tensor in tensors}) == 1
 
 

@@ -1,4 +1,4 @@
-"""The reference GPT's named sizes: plain numbers, for those who need no model."""
+"""The reference GPT's named sizes, as plain numbers: importing them does not import PyTorch."""
 
 import functools
 import re

@@ -159,8 +159,8 @@ def _losses_and_gradient(
     logits: Tensor, targets: Tensor, vocab: int, smoothing: float, narrow: torch.dtype | None, gain: float
 ) -> tuple[Tensor, Tensor]:
     """The loss of every row of a chunk (n,), and `gain` times its gradient with respect to the logits (n, P),
-    unless `narrow` is None. The padding's gradient is of no account: it meets rows of zeros, and is
-    dropped."""
+    unless `narrow` is None. The gradient of the padding does not matter: it is multiplied by rows of zeros
+    and dropped."""
     logp = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))  # (n, P)
     # Cut to the vocabulary, so that a target outside it raises even where the padding has a place for it.
     at = logp[:, :vocab].gather(1, targets[:, None])  # (n, 1)

@@ -57,11 +57,11 @@ def settled(analysis: Analysis) -> bool:
 
 def _hopeless(comparison: Comparison) -> bool:
     """Whether any number of seeds would leave this difference undecided on these test items."""
-    found = comparison.overall
-    if comparison.verdict != "open" or found is None:
+    interval = comparison.overall
+    if comparison.verdict != "open" or interval is None:
         return False
-    width = found.half_width()
-    return abs(found.mean) < width and abs(found.mean) + width > comparison.group.bound(comparison.margin)
+    mean, width = abs(interval.mean), interval.half_width()
+    return mean < width and mean + width > comparison.group.bound(comparison.margin)
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
@@ -114,15 +114,12 @@ def _contrasts(group: Group, study: Study | None) -> list[tuple[str, str]]:
 
 def _corrected(comparisons: list[Comparison], planned: int) -> list[Comparison]:
     """Correct p (Holm) for all planned comparisons, differences and equivalences each in a family of their
-    own. One with problems, or without runs, counts as p = 1, so that no fault in the data makes others look
-    better."""
-    missing = [1.0] * (planned - len(comparisons))
-    found = [c.combined if c.combined and not c.problems else None for c in comparisons]
-    corrected = []
-    for name in ("p", "margin_p"):
-        p_values = [getattr(one, name, None) for one in found]
-        adjusted = statistics.holm([1.0 if p is None else p for p in p_values] + missing)
-        corrected.append([None if p is None else a for p, a in zip(p_values, adjusted, strict=False)])
+    own. One with problems, or without runs, counts as p = 1."""
+    usable = [c.combined if c.combined and not c.problems else None for c in comparisons]
+    corrected = [
+        statistics.holm([getattr(one, name, None) for one in usable], planned - len(comparisons))
+        for name in ("p", "margin_p")
+    ]
     return [
         replace(c, p_holm=p, margin_p_holm=margin_p)
         for c, p, margin_p in zip(comparisons, *corrected, strict=True)
@@ -223,15 +220,15 @@ def _compare(
     tables = [table_of(group, pair_runs(a, b)) for a, b in ties]
     looks = len(study.looks) if study else 1
     level = 1 - decide.LEVEL / looks
-    found: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
+    intervals: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
     bound = group.bound(margin)
     problems = find_problems(arm, other, study, planned)
-    if seeds and len(found) < len(ties):
+    if seeds and len(intervals) < len(ties):
         problems = (*problems, "no_items")
     return Comparison(
         group, method, reference, margin, seeds, differences,
-        overall=found[0] if tables[0] is not None else None,
-        combined=decide.combine(found, bound, looks) if found and len(found) == len(ties) else None,
+        overall=intervals[0] if tables[0] is not None else None,
+        combined=decide.combine(intervals, bound, looks) if len(intervals) == len(ties) else None,
         by_seeds=statistics.interval(differences) if seeds else None,
         by_items=by_items(*tables[0]) if tables[0] is not None else None,
         problems=problems,

@@ -65,21 +65,21 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     """In what a run differs from the published recipe; nothing: it is an exact repeat."""
     theirs, ours = (flat(c.identity(files=False)) for c in (experiment_config(experiment.id), config))
     keys = dict.fromkeys([*theirs, *ours])
-    found = [key for key in keys if key != "experiment" and theirs.get(key) != ours.get(key)]
+    differing = [key for key in keys if key != "experiment" and theirs.get(key) != ours.get(key)]
     precision = results.get("precision")
-    if precision not in (None, theirs["training.precision"]) and "training.precision" not in found:
-        found.append("training.precision")
+    if precision not in (None, theirs["training.precision"]) and "training.precision" not in differing:
+        differing.append("training.precision")
     items, final = experiment.published.get("train_items"), results.get("final")
     count, samples = results.get("train_items"), results.get("samples")
     epoch = final.get("epoch") if isinstance(final, Mapping) else None
     if count is None and samples and is_number(epoch) and epoch:  # older records do not have it
         count = samples / epoch
     if items and count is not None and abs(count / items - 1) > 0.002:
-        found.append(f"training items ({count:,.0f} of {items:,})")
+        differing.append(f"training items ({count:,.0f} of {items:,})")
     tokens, here = experiment.published.get("train_tokens"), (count or 0) * config.task.max_length
     if tokens and here and abs(here / tokens - 1) > 0.1:  # the published count is that of a file's megabytes
-        found.append(f"training tokens ({here / 1e6:,.1f}M of {tokens / 1e6:,.0f}M)")
-    return found
+        differing.append(f"training tokens ({here / 1e6:,.1f}M of {tokens / 1e6:,.0f}M)")
+    return differing
 
 
 # A published figure -> where a run's results have the same one: (part, metric), or a key of the results.
@@ -110,7 +110,7 @@ def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str
     published = {k: v for k, v in experiment.published.items() if k != "parameters"}
     published |= {names[key]: value for key, value in counts.items()}
     scores = {name: results.get(name) or {} for name in ("best", "final", "test")}
-    scores = {name: found for name, found in scores.items() if found.get("split") == published.get("split")}
+    scores = {name: score for name, score in scores.items() if score.get("split") == published.get("split")}
     scores.setdefault("best", scores.get("test", {}))
     rows = []
     for name, path in FIGURES.items():

@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of the record
 STEPS = {"cpu": 3, "cuda": 200}
 HEADER = (
-    "ID",
-    "published, A5000",
-    "here",
-    "ratio",
-    "s/step",
-    "peak memory",
-    "parameters",
-    "data and weights",
-)
+    "ID", "published, A5000", "here", "ratio", "s/step", "peak memory", "parameters", "data and weights",
+)  # fmt: skip
 
 
 def check_experiments(

@@ -23,11 +23,8 @@ def fewest_seeds(comparisons: int) -> int:
     return MANY_SEEDS if comparisons > MANY else FEWEST_SEEDS
 
 
-def near_ties(
-    scores: Mapping[float, Sequence[float]], noise: float, df: int, most: int | None = MOST_NEAR_TIES
-) -> list[float]:
-    """The learning rates that could be the best: the best one first, then the next within the noise, at most
-    so many.
+def near_ties(scores: Mapping[float, Sequence[float]], noise: float, df: int) -> list[float]:
+    """The learning rates that could be the best: the best one first, then the others within the noise.
 
     `scores` are those of the choice runs (larger is better) at each learning rate where none failed, `noise`
     is their standard deviation at one learning rate and `df` its degrees of freedom (`choice_noise`).
@@ -40,8 +37,7 @@ def near_ties(
         return ranked[:1]
     runs = len(scores[ranked[0]])
     within = float(stats.t.ppf(0.90, df)) * noise * math.sqrt(2 / runs)
-    near = [lr for lr in ranked if means[ranked[0]] - means[lr] <= within]
-    return near[:most]
+    return [lr for lr in ranked if means[ranked[0]] - means[lr] <= within]
 
 
 def choice_noise(arms: Sequence[Mapping[float, Sequence[float]]]) -> tuple[float, int]:
@@ -101,8 +97,8 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
 
 
 def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
-    """From corrected p values: equivalent, better, worse or open. A difference that is certainly within the
-    margin is called equivalent, be it certainly there or not."""
+    """From corrected p values: equivalent, better, worse or open ("undecided" in reports). A difference that
+    is significantly within the margin is equivalent, whether it is significantly different from 0 or not."""
     if margin_p is not None and margin_p < LEVEL:
         return "equivalent"
     if p is not None and p < LEVEL:
@@ -114,8 +110,8 @@ def collapse_rate(collapses: int, runs: int) -> tuple[float, float]:
     """The exact (Clopper-Pearson) 95 % interval of the rate of collapses."""
     from scipy import stats
 
-    found = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
-    return float(found.low), float(found.high)
+    rate = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
+    return float(rate.low), float(rate.high)
 
 
 def collapsed(points: Sequence[float]) -> list[int]:

@@ -34,9 +34,7 @@ class StudyConfig:
     measure: Literal["near-ties", "best", "all"] = "near-ties"  # learning rates that are measured
     contrasts: list[str] = field(default_factory=list)  # "oelm - frozen": besides those with the reference
     widen: int = 2  # how often the grid may grow at each side while a best learning rate is at its edge
-    until_decided: bool = (
-        False  # look at 5, 10, 15, ... seeds, up to `max_seeds`, each time at a quarter of 5 %
-    )
+    until_decided: bool = False  # look at 5, 10, ... seeds, up to `max_seeds`, each time at a quarter of 5 %
     max_seeds: int = 20
     margin: float = 1.0  # a smaller difference does not matter: points, or per cent of the perplexity
     models: Literal["best", "all", "none"] = "best"  # which trained models are kept, by validation
@@ -155,7 +153,7 @@ class Study:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What must be fixed before the first test result: the [study] table but for what is incidental."""
+        """What must be fixed before the first test result: the [study] table without INCIDENTAL keys."""
         left_out = (*INCIDENTAL, "seeds") if self.table.until_decided else INCIDENTAL
         table = {key: value for key, value in asdict(self.table).items() if key not in left_out}
         return {key: value for key, value in table.items() if value is not None}

@@ -15,7 +15,7 @@ MEANS = ("accuracy", "exact_match", "f1")  # of items between 0 and 1
 
 
 def how_much_is_enough(setting: Setting, out: Path) -> str:
-    """One sentence on a task: by its test items alone, and once the trials are there by their noise."""
+    """One sentence on a task: what its test items can show and, once there are trials, its seeds."""
     table, share = setting.study.table, setting.larger_is_better
     unit = "points" if share else "%"
     bound = table.margin if share else 100 * math.log1p(table.margin / 100)

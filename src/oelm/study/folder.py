@@ -1,8 +1,6 @@
 """A study's folder: what it holds, which runs belong to it, and the import of other machines' records."""
 
 import contextlib
-import hashlib
-import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from oelm.models.gpt_sizes import numerics_of
 from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.record_checks import type_problem
-from oelm.study.records import FILES, Identity, Record, find_records, identify, read_record
+from oelm.study.records import FILES, Identity, Record, digest, find_records, identify, read_record
 from oelm.system import files
 from oelm.system.messages import Notice
 from oelm.training.folder import difference
@@ -290,11 +288,6 @@ def records_below(folder: Path) -> tuple[list[Record], int, list[Notice]]:
 def no_runs(folder: Path, damaged: list[Notice]) -> UserError:
     why = f": {damaged[0]}" if damaged else ""
     return UserError(f"{folder} holds no run that has ended{why}")
-
-
-def digest(plan: dict[str, Any]) -> str:
-    """Of a plan, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def check_folder(folder: Path) -> None:

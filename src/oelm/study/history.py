@@ -65,25 +65,25 @@ class Course:
             return {"training_loss": training, "overfitting": "unknown"}
         best, last = min(rows, key=lambda row: (row["loss"], -row["step"])), rows[-1]
         rise = last["loss"] / best["loss"] - 1 if best["loss"] > 0 else 0.0
-        found: Row = {"training_loss": training, "validation_loss": last["loss"]}
+        facts: Row = {"training_loss": training, "validation_loss": last["loss"]}
         if training is not None and "perplexity" in last:
-            found |= {"training_perplexity": _exp(training), "validation_perplexity": last["perplexity"]}
+            facts |= {"training_perplexity": _exp(training), "validation_perplexity": last["perplexity"]}
         learned = training is None or training < last["loss"]
         word = "none" if rise <= 0 else "slight" if rise < RISE else "clear" if learned else "unstable"
-        found |= {"best_step": best["step"], "last_step": last["step"], "rise": rise}
-        return found | {"overfitting": word if len(rows) > 1 else "unknown"}
+        facts |= {"best_step": best["step"], "last_step": last["step"], "rise": rise}
+        return facts | {"overfitting": word if len(rows) > 1 else "unknown"}
 
     @property
     def time(self) -> Row:
-        """Seconds: of all, of training, of validation, and of a step. `every_step`: each step was timed; in
+        """Seconds: the total, training, validation, and a step. `every_step`: each step was timed; in
         older records the median is one of means over the steps between two lines of the log."""
         timing = [record.timing for record in self.records]
         names = {"total_s": "total_time_s", "training_s": "train_time_s", "validation_s": "eval_time_s"}
-        found: Row = {name: mean_of(self.records, key) for name, key in names.items()}
+        times: Row = {name: mean_of(self.records, key) for name, key in names.items()}
         for name, key in (("step_mean_s", "mean_s"), ("step_median_s", "median_s")):
             known: list[float] = [stats[key] for stats in timing if is_number(stats.get(key))]
-            found[name] = fmean(known) if known else None
-        return found | {"every_step": all(stats.get("every_step") is True for stats in timing)}
+            times[name] = fmean(known) if known else None
+        return times | {"every_step": all(stats.get("every_step") is True for stats in timing)}
 
     @property
     def parameters(self) -> Row:
@@ -96,9 +96,9 @@ class Course:
         values = [value for record in self.records if (value := record.best) is not None]
         if self.records[0].metric != "perplexity" or not values:
             return {}
-        found: Row = {"perplexity": fmean(values)}
+        ratios: Row = {"perplexity": fmean(values)}
         over = {"per_parameter": self.parameters["trainable"], "per_hour": (self.time["total_s"] or 0) / 3600}
-        return found | {name: found["perplexity"] / amount for name, amount in over.items() if amount}
+        return ratios | {name: ratios["perplexity"] / amount for name, amount in over.items() if amount}
 
     @cached_property
     def experiment(self) -> Experiment | None:
@@ -126,7 +126,7 @@ class Course:
         names = {"perplexity": "perplexity", "per_parameter": "perplexity_per_parameter"}
         names["per_hour"] = "perplexity_per_hour"
         counts = given.get("parameters", {})
-        found: Row = {
+        figures: Row = {
             "experiment": self.experiment.id,
             "history": dict(history),
             "time": {name: seconds for name, seconds in times.items() if seconds is not None},
@@ -136,31 +136,31 @@ class Course:
         }
         record = self.records[0]
         differing = differences(self.experiment, record.config, record.results)
-        return {name: value for name, value in found.items() if value} | {"differs_in": differing}
+        return {name: value for name, value in figures.items() if value} | {"differs_in": differing}
 
     def to_plain(self) -> Row:
         names = ("method", "lr", "split", "history", "at_steps", "last_phase", "fit", "time", "parameters")
-        found = {name: getattr(self, name) for name in (*names, "efficiency", "published")}
-        return found | {"seeds": [record.seed for record in self.records]}
+        values = {name: getattr(self, name) for name in (*names, "efficiency", "published")}
+        return values | {"seeds": [record.seed for record in self.records]}
 
 
 def courses(group: Group) -> list[Course]:
     """The measured runs of every arm (its trials, if nothing is measured yet), by learning rate."""
-    found = []
+    several = []
     for arm in group.arms.values():
         runs = arm.records or tuple(record for record in arm.trials if record.completed)
         for lr in sorted({record.lr for record in runs}):
-            found.append(Course(arm.method, lr, tuple(record for record in runs if record.lr == lr)))
-    return found
+            several.append(Course(arm.method, lr, tuple(record for record in runs if record.lr == lr)))
+    return several
 
 
 def with_improvement(rows: Sequence[Row]) -> list[Row]:
     """The rows with `improvement`: by which share the loss fell since the row before."""
-    found = [dict(row) for row in rows]
-    for before, row in pairwise(found):
+    improved = [dict(row) for row in rows]
+    for before, row in pairwise(improved):
         if before.get("loss") and "loss" in row:
             row["improvement"] = 1 - row["loss"] / before["loss"]
-    return found
+    return improved
 
 
 def _means(points: Iterable[Row], runs: int) -> list[Row]:

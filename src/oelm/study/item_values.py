@@ -1,4 +1,4 @@
-"""A run's test metric as a mean over independent test items, so that other test items can be imagined.
+"""A run's test metric as a mean over independent test items: how it varies with them can be estimated.
 
 Items that belong together (hypotheses of one premise, windows of one document) are one cluster: only
 clusters are independent. A metric that is no mean (macro F1, an F1 over entities, RMSE, a correlation) is a
@@ -52,20 +52,20 @@ def stand_in_values(
     """The metric by cluster of a trivial baseline with this score; `arrays` are those of a run on the same
     items whose score is `other`.
 
-    Of classes, those of always saying the class that has the score. Else every cluster has the score, so that
-    the baseline does not vary over items.
+    For classes, the values of always predicting the class that has this score. Otherwise every cluster has
+    the score, so that the baseline does not vary over items.
     """
     if metric in ("accuracy", "f1_macro", "f1_weighted") and "labels" in arrays:
         for label in np.unique(arrays["labels"]):
             said = item_values(metric, {**arrays, "predictions": np.full_like(arrays["labels"], label)})
             if said is not None and abs(np.average(said.values, weights=said.sizes) - score) < 1e-6:
                 return said
-    found = item_values(metric, arrays)
-    if found is None:
+    measured = item_values(metric, arrays)
+    if measured is None:
         return None
     beyond = score - other if larger_is_better(metric) else np.log(score / other)
-    mean = np.average(found.values, weights=found.sizes) + beyond
-    return found._replace(values=np.full(len(found.values), mean))
+    mean = np.average(measured.values, weights=measured.sizes) + beyond
+    return measured._replace(values=np.full(len(measured.values), mean))
 
 
 def _by_cluster(rows: Array, groups: Array | None) -> Array:
@@ -85,8 +85,8 @@ def _pseudo_values(sums: Array, function: Callable[[Array], Array]) -> Array:
 
 
 def _classes(arrays: Mapping[str, Array]) -> Array:
-    """Per item, for every class: 2 if it is rightly predicted, how often it is meant or predicted, 1 if it is
-    meant."""
+    """Three columns per class, for each item: twice whether it is a true positive, how often it is the label
+    or the prediction, whether it is the label."""
     labels, predictions = (arrays[name].astype(np.int64) for name in ("labels", "predictions"))
     classes = int(max(labels.max(), predictions.max())) + 1
     meant, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]

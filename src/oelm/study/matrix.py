@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
 
-from oelm.study.decide import choice_noise, near_ties
+from oelm.study.decide import MOST_NEAR_TIES, choice_noise, near_ties
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +35,8 @@ class Matrix:
 
     grid: list[float]
     chosen: dict[str, float] = field(default_factory=dict)  # method -> learning rate, once chosen
-    measured: dict[str, list[float]] = field(default_factory=dict)  # method -> that one, then near-ties
+    near_ties: dict[str, list[float]] = field(default_factory=dict)  # method -> all that could be the best
+    measured: dict[str, list[float]] = field(default_factory=dict)  # method -> the chosen one, then others
     needed: list[Cell] = field(default_factory=list)  # every run of the phases that have begun
     at_edge: list[str] = field(default_factory=list)  # methods best at an edge that may not grow further
     failed: list[str] = field(default_factory=list)  # methods with a failed trial at every learning rate
@@ -84,8 +85,11 @@ def plan_runs(
     matrix.at_edge = sorted({*edges["low"], *edges["high"]})
     matrix.failed = [m for m in whole if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
-    further = _near_ties(matrix, choice_seeds, scores, larger_is_better) if measure == "near-ties" else {}
-    if measure == "all":
+    matrix.near_ties = _near_ties(matrix, choice_seeds, scores, larger_is_better)
+    further: dict[str, list[float]] = {}
+    if measure == "near-ties":
+        further = {method: lrs[:MOST_NEAR_TIES] for method, lrs in matrix.near_ties.items()}
+    elif measure == "all":
         further = {
             m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores) is not None] for m in whole
         }

@@ -91,7 +91,7 @@ def _write(source: Path, records: list[Record], to: Path) -> None:
 
 
 def _write_run(record: Record, source: Path, to: Path) -> None:
-    """Everything of a run but its predictions."""
+    """Write all files of a run but its predictions."""
     task, model = record.config.task, record.config.model
     write_text(to / "config.toml", to_toml(_cut(record.config.to_dict())))
     given = (source.resolve(), task.data, task.test_file, task.data_dir, task.tokenizer, model.name)

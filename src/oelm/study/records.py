@@ -61,15 +61,16 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
         "data": data,
         "numerics": numerics,
     }
-    key = _digest(shared | own)
+    key = digest(shared | own)[:16]
     for name in config.arm.differs_in:
         table, _, name = name.partition(".")
         shared[table].pop(name, None)
-    return Identity(_digest(shared), key)
+    return Identity(digest(shared)[:16], key)
 
 
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+def digest(values: Any) -> str:
+    """Of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Record:
         """Why the run was interrupted or failed."""
         if self.completed:
             return notice("run.metric_not_finite", metric=self.metric) if self.failure_kind else None
-        return read_notice(found) if (found := self.results.get("reason")) else None
+        return read_notice(reason) if (reason := self.results.get("reason")) else None
 
     @property
     def failed_by_method(self) -> bool:
@@ -342,7 +343,7 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
 
 def baselines_of(records: Iterable[Record], metric: str) -> dict[str, dict[str, Any]]:
     """The trivial baselines on the test split that have this metric: name -> metrics."""
-    known: list[dict[str, Any]] = [found for r in records if (found := r.results.get("references"))]
+    known: list[dict[str, Any]] = [trivial for r in records if (trivial := r.results.get("references"))]
     tested = {name: splits["test"] for name, splits in known[0].items() if "test" in splits} if known else {}
     return {name: metrics for name, metrics in tested.items() if metric in metrics}
 

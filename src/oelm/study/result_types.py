@@ -146,20 +146,20 @@ class Group:
         return 100 * value if self.kind == "share" else -100 * math.log(value)
 
     def shown(self, difference: float) -> float:
-        """A difference as it is told: points, or by how many per cent a perplexity is lower."""
+        """A difference as a report shows it: points, or by how many per cent a perplexity is lower."""
         return difference if self.kind == "share" else -100 * math.expm1(-difference / 100)
 
-    def told(self, found: Found) -> Found:
-        """A mean difference and its interval, as they are told."""
-        ends = [None if end is None else self.shown(end) for end in (found.low, found.high)]
-        return replace(found, mean=self.shown(found.mean), low=ends[0], high=ends[1])
+    def told(self, interval: Found) -> Found:
+        """A mean difference and its interval as a report shows them."""
+        ends = [None if end is None else self.shown(end) for end in (interval.low, interval.high)]
+        return replace(interval, mean=self.shown(interval.mean), low=ends[0], high=ends[1])
 
     def bound(self, margin: float) -> float:
         """A margin, in points or per cent of a perplexity, on the scale of differences."""
         return margin if self.kind == "share" else 100 * math.log1p(margin / 100)
 
     def collapses(self, arm: ArmResult) -> "Collapses | None":
-        """What to tell of an arm's collapsed runs; None if there are none."""
+        """An arm's collapsed runs; None if there are none."""
         if not (seeds := self.collapsed(arm.records)):
             return None
         others = [value for seed, value in zip(arm.seeds, arm.values, strict=True) if seed not in seeds]
@@ -214,7 +214,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """better, worse, equivalent, open (not decided by the data), or void (see `problems`)."""
+        """better, worse, equivalent, open ("undecided" in reports) or void ("no verdict": see `problems`)."""
         if self.problems or self.combined is None:
             return "void"
         equivalent = None if self.collapsed else self.margin_p_holm
@@ -228,10 +228,10 @@ class Comparison:
     @property
     def only_family(self) -> bool:
         """Whether the interval excludes 0 but p, corrected for the other comparisons, does not."""
-        found = self.combined
-        if self.verdict != "open" or found is None or found.low is None or found.high is None:
+        combined = self.combined
+        if self.verdict != "open" or combined is None or combined.low is None or combined.high is None:
             return False
-        return found.low > 0 or found.high < 0
+        return combined.low > 0 or combined.high < 0
 
 
 PROBLEMS = (

@@ -22,6 +22,7 @@ from transformers import BertConfig, BertModel, BertTokenizer, GPT2Tokenizer
 from oelm.config import RunConfig, TaskConfig
 from oelm.data import TASKS
 from oelm.data.catalogue import HELD_OUT, Task
+from oelm.data.sources import split_files
 from oelm.data.tasks import task_kind
 from oelm.system.files import write_json
 
@@ -70,7 +71,8 @@ class StandIns:
         splits = [(other, split, self._rows(task)) for other in trained for split in other.train]
         others = (task.validation, task.test)
         splits += [(task, split, EVALUATED) for split in others if split not in (None, HELD_OUT)]
-        files = [_real_files(self.data_dir, other, split) for other, split, _ in splits]
+        root = self.data_dir
+        files = [split_files(root, other, split) if root else [] for other, split, _ in splits]
         for (other, split, rows), paths in zip(splits, files, strict=True):
             table = _sample(other, paths, rows) if all(files) else self._make_up(other, split, rows)
             (folder / other.folder).mkdir(parents=True, exist_ok=True)
@@ -139,13 +141,6 @@ def at_hand(name: str, file: str) -> bool:
     root = os.environ.get("OELM_TOKENIZER_DIR")
     own = file == "tokenizer.json" and root and (Path(root) / name).is_dir()
     return bool(own) or Path(name).is_dir() or isinstance(try_to_load_from_cache(name, file), str)
-
-
-def _real_files(root: Path | None, task: Task, split: str) -> list[Path]:
-    if root is None:
-        return []
-    whole = root / task.folder / f"{split}.parquet"
-    return [whole] if whole.is_file() else sorted((root / task.folder).glob(f"{split}-*.parquet"))
 
 
 def _sample(task: Task, paths: list[Path], rows: int) -> pa.Table:

@@ -24,11 +24,11 @@ ROUNDING = 1e-12  # smaller differences of scores are rounding
 LARGER_LR = 3.0  # what is lost at this multiple of the best learning rate
 
 
-def finite(name: str, values: Any, dimensions: Sequence[int] = (1,)) -> Array:
-    """The values in float64; UserError if there are none, or if one is missing or not a finite number."""
+def finite(name: str, values: Any) -> Array:
+    """The values in float64, (N,); UserError if there are none or one is not a finite number."""
     array = np.asarray(values, dtype=np.float64)
     bad = array.size - np.count_nonzero(np.isfinite(array))
-    if array.ndim not in dimensions or not array.size or bad:
+    if array.ndim != 1 or not array.size or bad:
         raise UserError(f"{name}: {bad} of {array.size} values are not finite (shape {array.shape})")
     return array
 
@@ -72,17 +72,16 @@ def interval(values: Any) -> Interval:
     return Interval(n, mean, float(ordered.std(ddof=1)), float(low), float(high))
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: Sequence[float | None], missing: int = 0) -> list[float | None]:
     """Holm-adjusted p values of one family, in the order given. None, a comparison that could not be tested,
-    stays None and is not counted; pass 1 to count it."""
-    tested = [p for p in p_values if p is not None]
+    stays None and counts as p = 1, and so do `missing` further ones: they make no other look better."""
+    family = np.array([1.0 if p is None else p for p in p_values] + [1.0] * missing)
     # statsmodels has this too, but collects garbage at each call: half a second with torch loaded.
-    order = np.argsort(tested)
-    steps = np.sort(tested) * np.arange(len(tested), 0, -1)
-    adjusted = np.empty(len(tested))
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
-    left = iter(adjusted.tolist())
-    return [None if p is None else next(left) for p in p_values]
+    order = np.argsort(family)
+    adjusted = np.empty(len(family))
+    steps = np.maximum.accumulate(family[order] * np.arange(len(family), 0, -1))
+    adjusted[order] = np.minimum(steps, 1.0)
+    return [None if p is None else float(a) for p, a in zip(p_values, adjusted, strict=False)]
 
 
 @dataclass(frozen=True)

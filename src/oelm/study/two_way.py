@@ -119,11 +119,12 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
     )  # fmt: skip
 
 
-def seeds_needed(found: Overall, half_width: float, most: int = 1000) -> int | None:
-    """The fewest seeds whose 95 % interval is at most that wide to each side; None if no number is enough."""
-    if found.half_width() > half_width:
+def seeds_needed(interval: Overall, half_width: float) -> int | None:
+    """The fewest seeds, up to 1,000, whose 95 % interval is at most that wide to each side; None if no such
+    number is enough."""
+    if interval.half_width() > half_width:
         return None
-    return next((seeds for seeds in range(2, most + 1) if found.half_width(seeds) <= half_width), None)
+    return next((seeds for seeds in range(2, 1001) if interval.half_width(seeds) <= half_width), None)
 
 
 def half_width_of_answers(disagree: float, seeds: int, items: int) -> tuple[float, float]:

@@ -60,20 +60,20 @@ def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
         raise UserError(notice("file.unreadable", path=path, error=error.strerror or str(error))) from None
 
 
-def check_regular(path: Path, found: os.stat_result, most: int) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        code = "file.link" if stat.S_ISLNK(found.st_mode) else "file.irregular"
+def check_regular(path: Path, status: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        code = "file.link" if stat.S_ISLNK(status.st_mode) else "file.irregular"
         raise UserError(notice(code, path=path))
-    if found.st_size > most:
-        raise UserError(notice("file.too_large", path=path, size=found.st_size, most=most))
+    if status.st_size > most:
+        raise UserError(notice("file.too_large", path=path, size=status.st_size, most=most))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
-    found = read_json(path)
-    if not isinstance(found, dict):
+    value = read_json(path)
+    if not isinstance(value, dict):
         raise UserError(notice("file.damaged", path=path, problem=notice("value.not_object")))
-    return found
+    return value
 
 
 def read_json(path: Path, follow: bool = True) -> Any:
@@ -127,7 +127,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     locked: opening a link could open, or create, a file that is not ours.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    no_lock = UserError(f"{path} should be a lock, and is a link or no regular file: delete it")
+    no_lock = UserError(f"{path} is a link or a special file where a lock was expected; delete it")
     try:
         file = open(os.open(path, flags, 0o666), "r+b", buffering=0)  # noqa: SIM115
     except OSError as error:

@@ -33,7 +33,7 @@ class Display:
             say(", ".join(filter(None, (place, self._rest(), f"{left} left"))), err=True)
 
     def evaluating(self, split: str, done: int, of: int) -> None:
-        """Between two steps."""
+        """Show how far an evaluation between two steps is."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], rest=f"{split}: batch {done}/{of}")
         elif self._line_is_due():
@@ -45,7 +45,7 @@ class Display:
         return due
 
     def watch(self, done: int, of: int) -> None:
-        """All there is to see is an evaluation, of so many batches."""
+        """Show how far an evaluation without training is."""
         self.total = of
         self.advance(done)
 
@@ -54,7 +54,7 @@ class Display:
         self.latest |= {name: f"{value:.4g}" for name, value in values.items()}
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.show:

@@ -15,7 +15,7 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 def plain(text: str) -> str:
     """Text with every character that could control a terminal as `\\u001b`, which means the same in JSON."""
-    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def say(text: Any = "", err: bool = False) -> None:

@@ -71,8 +71,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) ->
 def full_state(model: nn.Module) -> Tensors:
     """The state dict as a whole model would give it; what is tied stays one tensor."""
     values = model.state_dict(keep_vars=True)
-    found = {id(value): whole(value) for value in {id(v): v for v in values.values()}.values()}
-    return {name: found[id(value)] for name, value in values.items()}
+    tensors = {id(value): whole(value) for value in {id(v): v for v in values.values()}.values()}
+    return {name: tensors[id(value)] for name, value in values.items()}
 
 
 def restore(
@@ -152,12 +152,12 @@ class Checkpoints:
         """The newest checkpoint that is whole; broken ones are reported in `problems` and passed over."""
         for name in reversed(self.names()):
             try:
-                found = read_checkpoint(self.folder / name)
+                checkpoint = read_checkpoint(self.folder / name)
             except UserError as error:
                 self.problems.append(notice("checkpoint.use_previous", problem=error.notice))
                 continue
-            self._check_best(found.state)
-            return found
+            self._check_best(checkpoint.state)
+            return checkpoint
         if self.problems:
             self.problems.append(notice("checkpoint.none_whole"))
         return None
@@ -176,8 +176,8 @@ class Checkpoints:
             final = state["final"]
             state["best"] = final if final and final["step"] == state["step"] else None
 
-    def settle(self, state: dict[str, Any]) -> None:
-        """Finish what a killed process began: the index and the deletions after its last checkpoint."""
+    def clean_up(self, state: dict[str, Any]) -> None:
+        """Do what a killed process could not: write the index and delete what is no longer kept."""
         write_json(self.folder / "index.json", _index(state))
         if not self.problems:  # a broken checkpoint stays until another was written in its place
             self._prune(state)
@@ -248,10 +248,10 @@ def _check(path: Path) -> None:
         try:
             if not stat.S_ISREG((path / name).stat().st_mode):  # a pipe would be waited for
                 raise _broken(path, notice("checkpoint.irregular", file=name))
-            found = sha256(path / name)
+            actual = sha256(path / name)
         except OSError as error:
             raise _broken(path, notice("checkpoint.unreadable", file=name, error=error.strerror)) from None
-        if found != recorded:
+        if actual != recorded:
             raise _broken(path, notice("checkpoint.checksum", file=name))
 
 

@@ -14,7 +14,7 @@ from oelm.training.parallel import process_state
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
-LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # bytes: there the CPU would take longer to ask than the GPU to answer
+LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # on a GPU of so many bytes small batches would leave it waiting
 LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor: tokens x vocabulary
 
 
@@ -40,7 +40,7 @@ def evaluate(
     model.eval()
     losses: list[Tensor] = []
     count = 0
-    found: dict[str, list[Tensor | Array]] = {}
+    collected: dict[str, list[Tensor | Array]] = {}
     for step in range(len(epoch)):
         watch(step, len(epoch))
         items = epoch.share(step, state.process_index, state.num_processes)
@@ -52,10 +52,10 @@ def evaluate(
             losses.append(loss)
             count += objective.count(split, items)
             for key, value in {"ids": batch.ids, "order": np.asarray(items), **outputs}.items():
-                found.setdefault(key, []).append(value)
+                collected.setdefault(key, []).append(value)
     model.train(training)
     loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0  # in float64, batch after batch
-    joined = {key: _joined(values) for key, values in found.items()}
+    joined = {key: _joined(values) for key, values in collected.items()}
     parts = [(loss_sum, count, joined)] * state.num_processes
     if state.num_processes > 1:
         dist.all_gather_object(parts, parts[0])

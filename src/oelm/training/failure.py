@@ -36,7 +36,7 @@ def failure_kind(error: BaseException) -> str:
 
 
 def explained(run: "Run | None", folder: RunFolder, error: BaseException) -> BaseException:
-    """What ended the run, as the user should meet it: no disk and no memory are no bugs of ours."""
+    """The error as it is shown to the user: a full disk or too little memory becomes one with advice."""
     if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
     kind = failure_kind(error)

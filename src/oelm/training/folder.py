@@ -89,7 +89,7 @@ class RunFolder:
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
         seen = read_object(environment_file).get("data") if environment_file.exists() else None
-        # The same texts, wherever they lie now and from wherever one looks at them.
+        # The names of the files count only where the data is not the same: a file may have moved.
         mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
         if mine != others:
             raise UserError(
@@ -212,7 +212,7 @@ def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[s
     for name in RECORDED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "oelm": __version__,
         "numerics": numerics,
         "python": platform.python_version(),
@@ -225,18 +225,18 @@ def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[s
         "device": str(device.type),
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
+        values |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return values
 
 
-def arithmetic(found: dict[str, Any]) -> dict[str, str]:
+def arithmetic(about: dict[str, Any]) -> dict[str, str]:
     """What of an environment may change the last bits of a run's numbers."""
-    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in found else "cpu"}
-    return {name: str(found[key]) for name, key in names.items()} | found["packages"]
+    names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in about else "cpu"}
+    return {name: str(about[key]) for name, key in names.items()} | about["packages"]
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:
-    """What differs between two of these."""
+    """A notice for each value that differs between two results of `arithmetic`."""
     keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
     return [notice("training.changed", name=key, now=now.get(key), before=before.get(key)) for key in keys]
 

@@ -65,28 +65,28 @@ def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
     """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded. The
     metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch); those of
     a plugin's kind are its own (`TaskKind.item_scores`)."""
-    found: tuple[Array, Array | None] | None = None
+    scored: tuple[Array, Array | None] | None = None
     if _recorded(arrays, metric):
-        found = arrays[metric], None
+        scored = arrays[metric], None
     elif metric == "accuracy" and _recorded(arrays, "predictions", "labels"):
-        found = arrays["predictions"] == arrays["labels"], None
+        scored = arrays["predictions"] == arrays["labels"], None
     elif metric == "rmse" and _recorded(arrays, "predictions", "labels"):
-        found = (arrays["predictions"].astype(np.float64) - arrays["labels"]) ** 2, None
+        scored = (arrays["predictions"].astype(np.float64) - arrays["labels"]) ** 2, None
     elif metric == "token_accuracy" and _recorded(arrays, "right", "tags"):
-        found = arrays["right"], arrays["tags"]
+        scored = arrays["right"], arrays["tags"]
     elif metric == "entity_f1" and _recorded(arrays, "entities_right", "entities", "entities_predicted"):
         predicted = arrays["entities_predicted"].astype(np.float64)
-        found = 2.0 * arrays["entities_right"], arrays["entities"] + predicted
+        scored = 2.0 * arrays["entities_right"], arrays["entities"] + predicted
     elif metric in ("perplexity", "loss") and _recorded(arrays, "scores", "tokens"):
-        found = arrays["scores"], arrays["tokens"]  # nats, of so many tokens
+        scored = arrays["scores"], arrays["tokens"]  # nats, of so many tokens
     elif metric not in METRICS:
         from oelm.data.tasks import KINDS
 
         kind = next((kind for kind in KINDS.values() if metric in kind.metrics), None)
-        found = None if kind is None else kind.item_scores(metric, arrays)
-    if found is None:
+        scored = None if kind is None else kind.item_scores(metric, arrays)
+    if scored is None:
         return None
-    scores, weights = found
+    scores, weights = scored
     order = np.argsort(arrays["ids"], kind="stable")
     weights = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
     groups = arrays["groups"][order] if "groups" in arrays else None
@@ -182,11 +182,11 @@ def _find_shared(folder: Path, digest: str) -> dict[str, Array] | None:
 
 def _digest(arrays: Mapping[str, Array]) -> str:
     """Of what the arrays hold, not of how a file packs it."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for name, values in sorted(arrays.items()):
-        found.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
-        found.update(np.ascontiguousarray(values).tobytes())
-    return found.hexdigest()
+        total.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        total.update(np.ascontiguousarray(values).tobytes())
+    return total.hexdigest()
 
 
 def _write(path: Path, arrays: Mapping[str, Array]) -> None:

@@ -123,7 +123,7 @@ def model_folder(name: str) -> str:
 
 
 def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:
-    """What a reader of a run should know about the model it starts from, where that was trained here."""
+    """Warnings about the model that a run starts from, where that was trained by this package."""
     config = model / "config.json"
     values = read_object(config) if config.is_file() else {}
     notes: list[Notice] = []

@@ -67,10 +67,10 @@ def _speed(device: torch.device) -> float:
 def timing(step_times: list[float], eval_time_s: float) -> dict[str, Any]:
     """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
     `every_step`: each step was timed, where older records have means over the steps between two log lines."""
-    found: dict[str, Any] = {"steps_measured": len(step_times), "every_step": True}
+    stats: dict[str, Any] = {"steps_measured": len(step_times), "every_step": True}
     if step_times:
-        found |= {"mean_s": statistics.fmean(step_times), "median_s": statistics.median(step_times)}
-    return found | {"validation_time_s": round(eval_time_s, 3)}
+        stats |= {"mean_s": statistics.fmean(step_times), "median_s": statistics.median(step_times)}
+    return stats | {"validation_time_s": round(eval_time_s, 3)}
 
 
 # The names of the published reports' files -> where results.json has the same (docs/reports.md).
@@ -90,9 +90,9 @@ REPORTS_TIMING = {
 }  # fmt: skip
 
 
-def in_reports_words(found: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
+def in_reports_words(results: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
     """The results under the names of the published reports, whose accuracies are in per cent."""
-    values = flat(found) | timing
+    values = flat(results) | timing
     named = {name: values[key] for name, key in REPORTS_KEYS.items() if key in values}
     named |= {name: 100 * value for name, value in named.items() if name.endswith("accuracy")}
     times = {name: values[key] for name, key in REPORTS_TIMING.items() if key in values}
@@ -106,13 +106,13 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str,
     references = trivial_baselines(run.store, (split,) if test_metrics is None else ())
     measured = best["metrics"] if test_metrics is None else test_metrics
     for name, splits in references.items():
-        reference = splits.get(split, {}).get(metric)
-        if reference is not None and run.objective.better(reference, measured[metric]):
+        baseline = splits.get(split, {}).get(metric)
+        if baseline is not None and run.objective.better(baseline, measured[metric]):
             values = {"split": split, "metric": metric, "value": measured[metric]}
-            progress.warn(notice("training.behind_baseline", **values, name=name, baseline=reference))
+            progress.warn(notice("training.behind_baseline", **values, name=name, baseline=baseline))
     if progress.at_chance:
         progress.warn(notice("training.at_chance"))
-    found = {
+    results = {
         **_common(run, "completed"),
         "best": best,
         "final": progress.final,
@@ -120,7 +120,7 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str,
         "references": references,
         "warnings": [warning.to_dict() for warning in progress.warnings],
     }
-    return found | {"reports": in_reports_words(found, timing)}
+    return results | {"reports": in_reports_words(results, timing)}
 
 
 def unfinished(run: "Run", status: str, error: BaseException) -> dict[str, Any]:

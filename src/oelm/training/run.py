@@ -138,7 +138,7 @@ def start_run(
     run = Run(resolved, store, objective, state, report, before, *parts)
     if run.main:
         if loaded is not None:
-            checkpoints.settle(asdict(progress))
+            checkpoints.clean_up(asdict(progress))
         _introduce(run, resumed=loaded is not None)
         folder.write("environment.json", around | {"data": store.fingerprint})
         run.trackers = results.start_trackers(run)

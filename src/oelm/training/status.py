@@ -1,4 +1,4 @@
-"""What runs where, how far, how long still: read from the folders of runs, without touching them."""
+"""The status of runs: how far they are and the time left, read from their folders without changing them."""
 
 import shutil
 import subprocess
@@ -36,7 +36,7 @@ class RunStatus:
 
 def find_runs(roots: list[Path]) -> list[Path]:
     """Every run at or below these folders, sorted; a lock marks one of this machine, results any other."""
-    found = []
+    runs = []
     for root in roots:
         if not root.exists():
             raise UserError(f"{root}: no such folder")
@@ -46,8 +46,8 @@ def find_runs(roots: list[Path]) -> list[Path]:
             is_run = (folder / "lock").exists() or (folder / "results.json").exists()
             half_copied = any(part.startswith(".") for part in folder.relative_to(root).parts)
             if is_run and not half_copied:
-                found.append(folder)
-    return found
+                runs.append(folder)
+    return runs
 
 
 def run_status(folder: Path) -> RunStatus:

@@ -249,7 +249,7 @@ def windows(
     before, between, after = encoder.pair
     absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
     texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
-    found: list[tuple[Any, ...]] = []
+    made: list[tuple[Any, ...]] = []
     for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
         question = question[: min(QUESTION, room // 2)]
@@ -264,8 +264,8 @@ def windows(
             item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
             places = np.zeros((len(item), 2), dtype=np.int64)
             places[len(head) : len(head) + end - start] = chars[start:end]
-            found.append((item, places, len(item), row, len(head), len(head), *answer))
-    items, characters, *columns = zip(*found, strict=True)
+            made.append((item, places, len(item), row, len(head), len(head), *answer))
+    items, characters, *columns = zip(*made, strict=True)
     names = ("lengths", "ids", "second", "context", "starts", "ends")
     values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
     places = np.concatenate(characters)

@@ -196,7 +196,7 @@ class Seq2Seq(TaskKind):
         most = min(Counter(targets).items(), key=lambda item: (-item[1], item[0]))[0]
         ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
         common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
-        found: Baselines = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
+        baselines: Baselines = {"copy_source": {}, "most_frequent_target": {}, "unigram": {}}
         for split in splits:
             texts = split.right_texts().values()
             right = [record["target"] for record in texts]
@@ -205,11 +205,11 @@ class Seq2Seq(TaskKind):
                 ("most_frequent_target", [common] * len(right)),
             ):
                 scores = text_scores(right, written)
-                found[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
-            found["unigram"][split.name] = unigram(
+                baselines[name][split.name] = {key: float(values.mean()) for key, values in scores.items()}
+            baselines["unigram"][split.name] = unigram(
                 train.target_tokens, split.target_tokens, store.vocab_size, split.meta["target_bytes"]
             )
-        return found
+        return baselines
 
     def fits(self, model: Any) -> bool:
         return writes_targets(model)

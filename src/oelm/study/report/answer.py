@@ -35,10 +35,10 @@ def answer(view: View) -> list[str]:
 def clause(view: View, comparison: Comparison) -> str:
     """One comparison in words."""
     group, verdict = comparison.group, comparison.verdict
-    found = comparison.combined and group.told(comparison.combined)
+    told = comparison.combined and group.told(comparison.combined)
     values: dict[str, Any] = {"method": comparison.method, "reference_arm": comparison.reference}
     values["n"] = len(comparison.seeds)
-    if verdict == "void" or found is None:
+    if verdict == "void" or told is None:
         seen = view.words("answer.seen_nothing")
         if comparison.seeds:
             seen = view.words("answer.seen", diff=_difference(view, comparison), n=values["n"])
@@ -46,22 +46,22 @@ def clause(view: View, comparison: Comparison) -> str:
     digits = view.digits(comparison)
     values |= {"p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
     values |= {"diff": _difference(view, comparison), "count": view.analysis.planned}
-    values["interval"] = view.span(found.low, found.high, digits)
+    values["interval"] = view.span(told.low, told.high, digits)
     values["margin"] = view.amount(group, f"{comparison.margin:g}")
     if verdict == "open":
-        if found.low is None or found.low == found.high:
+        if told.low is None or told.low == told.high:
             return view.words("answer.open_flat", **values)
         key = "answer.open_family" if comparison.only_family else "answer.open"
         return view.words(key, **values, narrow=_narrowing(view, comparison))
     if verdict == "equivalent":
-        values["diff"] = view.amount(group, numbers.signed(found.mean, digits))
+        values["diff"] = view.amount(group, numbers.signed(told.mean, digits))
         values["p"] = numbers.equals(comparison.margin_p_holm)
         tail = view.words("answer.small") if comparison.small_difference else ""
         return view.words("answer.equivalent", **values, tail=tail)
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1
-    ends = sorted(sign * end for end in (found.low, found.high) if end is not None)
-    values["diff"] = view.amount(group, numbers.fixed(sign * found.mean, digits))
+    ends = sorted(sign * end for end in (told.low, told.high) if end is not None)
+    values["diff"] = view.amount(group, numbers.fixed(sign * told.mean, digits))
     unit = "" if group.larger_is_better else " %"
     texts = [f"{numbers.fixed(end, digits)}{unit}" for end in ends]
     values["interval"] = view.words.range(*texts) if texts else numbers.NOTHING
@@ -70,19 +70,19 @@ def clause(view: View, comparison: Comparison) -> str:
 
 def _narrowing(view: View, comparison: Comparison) -> str:
     """What would narrow an interval that decides nothing: more seeds, or only more test items."""
-    found, group = comparison.overall, comparison.group
-    assert found is not None
+    overall, group = comparison.overall, comparison.group
+    assert overall is not None
     bound = group.bound(comparison.margin)
     if comparison.combined is not None and comparison.combined.spread > bound:
         return view.words("answer.narrow_rates")
-    needed = seeds_needed(found, bound)
+    needed = seeds_needed(overall, bound)
     if needed is not None:
-        return view.words("answer.narrow_seeds", count=max(needed, found.seeds + 1))
-    if found.half_width() <= bound:
+        return view.words("answer.narrow_seeds", count=max(needed, overall.seeds + 1))
+    if overall.half_width() <= bound:
         return view.words("answer.narrow_many")
-    width = group.shown(found.half_width())
+    width = group.shown(overall.half_width())
     text = view.amount(group, numbers.fixed(width, numbers.digits_for(-width, width)))
-    return view.words("answer.narrow_items", items=numbers.count(found.items), width=text)
+    return view.words("answer.narrow_items", items=numbers.count(overall.items), width=text)
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
@@ -105,9 +105,9 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
 
 def _difference(view: View, comparison: Comparison) -> str:
     """The mean difference; for a perplexity, where lower is better, with the direction that is better."""
-    group, found = comparison.group, comparison.combined or comparison.by_seeds
-    assert found is not None
-    text = view.amount(group, numbers.signed(group.shown(found.mean), view.digits(comparison)))
+    group, difference = comparison.group, comparison.combined or comparison.by_seeds
+    assert difference is not None
+    text = view.amount(group, numbers.signed(group.shown(difference.mean), view.digits(comparison)))
     return view.with_detail(text, "" if group.larger_is_better else view.words("answer.sense"))
 
 
@@ -117,7 +117,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
 
 
 def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
-    """Many methods on one task."""
+    """The answer for many methods on one task."""
     words, group, parts = view.words, comparisons[0].group, []
     for verdict, several in _verdicts(comparisons).items():
         names = words.items(f"{_name(c)} {_amount(view, [c])}".strip() for c in several)

@@ -78,8 +78,8 @@ def _with_note(view: View, blocks: list[Block], note: str) -> list[Block]:
 
 
 def _training(view: View) -> list[Block]:
-    found = training(view)
-    return [*_present(figures.histories(view)), *found] if found else []
+    blocks = training(view)
+    return [*_present(figures.histories(view)), *blocks] if blocks else []
 
 
 def _certainty(view: View) -> list[Block]:

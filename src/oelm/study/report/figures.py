@@ -77,15 +77,15 @@ def forest(view: View, kind: str) -> Figures | None:
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
     told, items = comparison.group.told, comparison.by_items
     assert comparison.combined is not None
-    found, items = told(comparison.combined), items and told(items)
+    combined, items = told(comparison.combined), items and told(items)
     place = view.colours[comparison.method]
     shade = _colour(place)
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
-    if found.low is not None:
-        axes.plot([found.low, found.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
+    if combined.low is not None:
+        axes.plot([combined.low, combined.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
     filling = PAGE if comparison.verdict == "void" else shade
-    axes.plot(found.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
+    axes.plot(combined.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
     # What distinguishes a comparison from the others comes first: long names are cut.
     name, task = comparison.method, view.title(comparison.group)
     if not task:

@@ -30,8 +30,8 @@ class Listed:
 
 def notices(view: View) -> list[Listed]:
     """All warnings of an analysis, grouped by kind."""
-    found = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
-    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in found]
+    ordered = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
+    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in ordered]
 
 
 def _notices(view: View) -> Iterable[tuple[str, Notice]]:
@@ -119,7 +119,7 @@ def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 
 def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
-    """Without the names of the task and the method."""
+    """The notices of one arm; `_of_group` adds the names of task and method."""
     if arm.at_chance:
         yield "chance", notice("study.at_chance", seeds=list(arm.at_chance))
     for runs in arm.by_lr:

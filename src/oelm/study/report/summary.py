@@ -113,10 +113,10 @@ def _failure(record: Record) -> dict[str, Any]:
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
     tests = ("combined", "by_seeds", "by_items", "margin", "p_holm", "margin_p_holm")
     verdict = ("verdict", "small_difference", "collapsed", "problems")
-    found, whole, group = comparison.overall, comparison.combined, comparison.group
+    overall, whole, group = comparison.overall, comparison.combined, comparison.group
     return {
         "setting": view.label(group),
-        "overall": asdict(found) | {"share_items": found.share_items} if found else None,
+        "overall": asdict(overall) | {"share_items": overall.share_items} if overall else None,
         "unit": "points" if group.kind == "share" else "100 * log ratio",
         # By how much lower a perplexity is than the reference arm's.
         "percent": _picked(group.told(whole), "mean", "low", "high")

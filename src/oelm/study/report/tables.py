@@ -29,9 +29,8 @@ def results(view: View, group: Group, published: bool = True) -> Table:
         words("table.verdict"),
     ]
     rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
-    beside = list(
-        _without_collapsed(view, group)
-    )  # rows without a comparison: label, detail, score, bits per byte
+    # Rows without a comparison: label, detail, score, bits per byte.
+    beside = list(_without_collapsed(view, group))
     for name, metrics in group.trivial_baselines.items():
         bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
         beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
@@ -54,17 +53,13 @@ def results(view: View, group: Group, published: bool = True) -> Table:
 def _without_collapsed(view: View, group: Group) -> Iterator[tuple[str, str, str, str]]:
     """The arms with collapsed runs: how many, and the mean of the others."""
     for arm in group.arms.values():
-        if (found := group.collapses(arm)) is not None:
-            rate = view.words.range(*(numbers.significant(100 * end, 2) for end in found.rate))
-            counts = {"count": len(found.seeds), "n": len(arm.records), "rate": rate}
-            left = [record for record in arm.records if record.seed not in found.seeds]
+        if (collapses := group.collapses(arm)) is not None:
+            rate = view.words.range(*(numbers.significant(100 * end, 2) for end in collapses.rate))
+            counts = {"count": len(collapses.seeds), "n": len(arm.records), "rate": rate}
+            left = [record for record in arm.records if record.seed not in collapses.seeds]
             name = view.words("table.without", method=arm.method)
-            yield (
-                name,
-                view.words("table.collapsed", **counts),
-                view.value(group, found.mean_without),
-                view.bits(left),
-            )
+            detail, value = view.words("table.collapsed", **counts), view.value(group, collapses.mean_without)
+            yield name, detail, value, view.bits(left)
 
 
 def _result(view: View, group: Group, arm: ArmResult) -> Row:
@@ -81,9 +76,9 @@ def _result(view: View, group: Group, arm: ArmResult) -> Row:
     verdict = TableCell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
     if comparison.combined is None:
         return [*row, numbers.NOTHING, verdict]
-    found, digits = group.told(comparison.combined), view.digits(comparison)
-    span = "" if found.low is None else view.span(found.low, found.high, digits)
-    return [*row, TableCell(numbers.signed(found.mean, digits), span), verdict]
+    told, digits = group.told(comparison.combined), view.digits(comparison)
+    span = "" if told.low is None else view.span(told.low, told.high, digits)
+    return [*row, TableCell(numbers.signed(told.mean, digits), span), verdict]
 
 
 def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
@@ -102,12 +97,12 @@ def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
 
 def badges(view: View) -> list[TableCell]:
     """What is known of each comparison: better, worse, equivalent, undecided or no verdict."""
-    found = []
+    cells = []
     for c in view.analysis.comparisons[:MOST_BADGES]:
         name = view.words("table.minus", method=c.method, reference_arm=c.reference)
         detail = view.title(c.group)
-        found.append(TableCell(f"{name}: {view.verdict(c)}", detail, tone=TONES[c.verdict]))
-    return found
+        cells.append(TableCell(f"{name}: {view.verdict(c)}", detail, tone=TONES[c.verdict]))
+    return cells
 
 
 def certainty(view: View) -> Table | None:
@@ -138,14 +133,14 @@ def _pair_cell(view: View, comparison: Comparison) -> TableCell:
 
 
 def _tests(view: View, comparison: Comparison) -> list[str]:
-    found, whole = comparison.overall, comparison.combined
-    assert found is not None
-    digits, share = view.digits(comparison), found.share_items
+    overall, whole = comparison.overall, comparison.combined
+    assert overall is not None
+    digits, share = view.digits(comparison), overall.share_items
     told = comparison.group.told
     intervals = (whole and told(whole), *(i and told(i) for i in (comparison.by_seeds, comparison.by_items)))
     return [
-        str(found.seeds),
-        numbers.count(found.items),
+        str(overall.seeds),
+        numbers.count(overall.items),
         *(view.span(one.low, one.high, digits) if one else numbers.NOTHING for one in intervals),
         numbers.NOTHING if share is None else f"{100 * share:.0f} %",
         numbers.p_value(whole.p if whole else None),

@@ -18,18 +18,18 @@ def training(view: View) -> list[Block]:
     """Every table of every setting, each with a note where one is needed."""
     blocks: list[Block] = []
     for group in view.analysis.groups:
-        found = courses(group)
-        if not found:
+        of_group = courses(group)
+        if not of_group:
             continue
-        blocks += [_recipe(view, course.published) for course in found if course.published]
-        histories: list[Block] = [_history(view, group, course) for course in found if course.history]
+        blocks += [_recipe(view, course.published) for course in of_group if course.published]
+        histories: list[Block] = [_history(view, group, course) for course in of_group if course.history]
         blocks += [*histories, _note(view, "history")] if histories else []
-        blocks += _noted(view, _at_steps(view, group, found), "at_steps")
-        blocks += [_last_phase(view, group, course) for course in found if course.last_phase]
-        blocks += _noted(view, _fit(view, group, found), "fit")
-        blocks += _noted(view, _time(view, group, found), "time")
+        blocks += _noted(view, _at_steps(view, group, of_group), "at_steps")
+        blocks += [_last_phase(view, group, course) for course in of_group if course.last_phase]
+        blocks += _noted(view, _fit(view, group, of_group), "fit")
+        blocks += _noted(view, _time(view, group, of_group), "time")
         blocks += _noted(
-            view, _parameters(view, group, found), "efficiency" * (_scored(group) == "perplexity")
+            view, _parameters(view, group, of_group), "efficiency" * (_scored(group) == "perplexity")
         )
     return blocks
 
@@ -122,10 +122,10 @@ def _spread(history: Sequence[Row], published: dict[int, Any]) -> list[Row]:
     return [row for row in history if id(row) in kept]
 
 
-def _at_steps(view: View, group: Group, found: list[Course]) -> Table | None:
+def _at_steps(view: View, group: Group, of_group: list[Course]) -> Table | None:
     """The metric of every arm at the same steps; a detail says where the evaluation was made earlier."""
     name = _scored(group) or "loss"
-    columns = [{row["at"]: row for row in course.at_steps} for course in found]
+    columns = [{row["at"]: row for row in course.at_steps} for course in of_group]
     steps = sorted({at for column in columns for at in column})
     if not steps:
         return None
@@ -138,7 +138,7 @@ def _at_steps(view: View, group: Group, found: list[Course]) -> Table | None:
             detail = view.words("training.evaluated", step=_step(row)) if early else ""
             cells.append(TableCell(_published(view, group, name, row.get(name)), detail))
         rows.append([numbers.count(int(at)), *cells])
-    head = [view.words("figure.step"), *(_label(group, course) for course in found)]
+    head = [view.words("figure.step"), *(_label(group, course) for course in of_group)]
     what = view.words.items([_title(view, group, "at_steps"), _metric_head(view, group)])
     return make_table(head, rows, what, left=())
 
@@ -156,14 +156,14 @@ def _rate(value: float | None) -> str:
     return numbers.learning_rate(None if value is None else float(f"{value:.3g}"))
 
 
-def _fit(view: View, group: Group, found: list[Course]) -> Table | None:
+def _fit(view: View, group: Group, of_group: list[Course]) -> Table | None:
     words, perplexity = view.words, _scored(group) == "perplexity"
     measure = "perplexity" if perplexity else "loss"
     name = words(f"metric.{measure}")
     head = [words("table.method"), words("training.on_training", name=name)]
     head += [words("training.on_validation", name=name), *map(words, ("training.best_step", "training.word"))]
     rows: list[Cells] = []
-    for course in found:
+    for course in of_group:
         fit = course.fit
         if "best_step" not in fit:
             continue
@@ -177,10 +177,10 @@ def _fit(view: View, group: Group, found: list[Course]) -> Table | None:
 TIMES = ("total_s", "step_mean_s", "step_median_s", "validation_s")
 
 
-def _time(view: View, group: Group, found: list[Course]) -> Table:
+def _time(view: View, group: Group, of_group: list[Course]) -> Table:
     head = [view.words("table.method"), *(view.words(f"training.{name}") for name in TIMES)]
     rows: list[Cells] = []
-    for course in found:
+    for course in of_group:
         time = course.time
         cells = [TableCell(numbers.time_of(time[name])) for name in TIMES]
         if not time["every_step"] and time["step_median_s"] is not None:
@@ -197,13 +197,13 @@ def _as_published(view: View, course: Course) -> TableCell:
     return TableCell(words("training.as_published"), course.published["experiment"], tone="quiet")
 
 
-def _parameters(view: View, group: Group, found: list[Course]) -> Table:
+def _parameters(view: View, group: Group, of_group: list[Course]) -> Table:
     """Parameters and, of a perplexity, the reports' two ratios."""
     ratios = ("perplexity", "per_parameter", "per_hour") if _scored(group) == "perplexity" else ()
     head = [view.words(f"table.{name}") for name in ("method", "total", "trainable", "frozen")]
     head += [view.words("training.frozen_share"), *(view.words(f"training.ratio_{name}") for name in ratios)]
     rows: list[Cells] = []
-    for course in found:
+    for course in of_group:
         rows.append([_named(view, course), *_sizes(course.parameters, course.efficiency, ratios)])
         theirs = course.published
         if "parameters" in theirs or (ratios and "efficiency" in theirs):

@@ -112,8 +112,8 @@ class View:
         return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
-        found = comparison.combined and comparison.group.told(comparison.combined)
-        return numbers.digits_for(found.low, found.high) if found else 1
+        told = comparison.combined and comparison.group.told(comparison.combined)
+        return numbers.digits_for(told.low, told.high) if told else 1
 
     def span(self, low: float | None, high: float | None, digits: int) -> str:
         """An interval of differences."""
@@ -143,8 +143,8 @@ class View:
         """The keys in which the setting's runs differ from a published recipe, apart from method and seed."""
         left_out = ("method", "training.seed", "training.test", "training.lr")
         record = next((r for arm in group.arms.values() for r in arm.records), None)
-        found = differences(experiment, record.config, record.results) if record else []
-        names = [key.rpartition(".")[2] for key in found if not key.startswith(left_out)]
+        keys = differences(experiment, record.config, record.results) if record else []
+        names = [key.rpartition(".")[2] for key in keys if not key.startswith(left_out)]
         return [*names[:MOST_KEYS], *(["..."] if len(names) > MOST_KEYS else [])]
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
