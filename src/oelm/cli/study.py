@@ -216,6 +216,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
             say(f"{source}: {imported} records imported")
             for reason, count in refused.items():
                 say(f"  {count} left out: {reason}")
+    say(f"to make the runs that are missing: oelm study --out {out}")
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
