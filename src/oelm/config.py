@@ -47,7 +47,7 @@ class TaskConfig(_Table):
     hold_out: bool = True  # False: train on the rows that validation would take; for choose_on = "test"
     max_length: int = 512
     max_target_length: int | None = None  # None: max_length
-    tokenizer: str | None = None  # None: gpt2 for a task, train:8192 for a file, the model's own otherwise
+    tokenizer: str | None = None  # None: the model's own, gpt2 or, for a file, train:8192
     data_dir: str | None = None
 
 

@@ -427,3 +427,14 @@ def test_a_model_learns_the_same_with_them(head: str, method: str) -> None:
     assert results[0][1].keys() == results[1][1].keys()
     for name, grad in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_trial_of_each_kernel_runs_it() -> None:
+    """All it needs is there, so that on a GPU it can only fail for the GPU's sake."""
+    from oelm.speed.capabilities import KERNELS, Machine, capabilities, tried
+    from oelm.speed.trial import trials
+
+    made, found = trials(torch.device("cpu")), capabilities(Machine("cpu", interpreted=True))
+    assert set(made) == set(KERNELS)
+    with torch.inference_mode():
+        assert tried(found, made, everything=True) == found

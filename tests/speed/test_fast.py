@@ -18,6 +18,7 @@ from oelm.speed import FastStep
 from oelm.speed import cuda_graphs as fast
 from oelm.speed.adamw import RecordableAdamW, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
+from oelm.speed.capabilities import capabilities
 from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import set_aside
 from oelm.training import parallel
@@ -25,6 +26,7 @@ from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
 from oelm.training.step import PlainStep, make_step
+from tests.speed.test_capabilities import MACHINES
 from tests.training.runs import make_store
 
 GPU = torch.device("cuda")
@@ -238,7 +240,10 @@ def test_why_a_run_is_not_fast_is_said(store):
     step = made(FastStep, config(), task, model)
     assert "GPU" in step._why_padded() and "GPU" in step._why_eager() and "no CUDA graphs" in str(step)
     step.state, step.precision = SimpleNamespace(device=GPU, num_processes=1), "bf16"
-    assert step._why_padded() is None and step._why_eager() is None
+    for name, lacks in (("Hopper (9.0: H100, H200)", ""), ("Ampere (8.6: A5000, RTX 30)", "attention, norm")):
+        step.can = capabilities(MACHINES[name])
+        assert step._why_padded() is None and step._why_eager() is None
+        assert (f"PyTorch's {lacks} (not measured on compute capability 8.6" in str(step)) == bool(lacks)
     model.config.attention_dropout = 0.1
     assert "0.1" in step._why_padded()
     step.state.num_processes = 2

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli import bench, claims, convert, data, experiments, run, study
+from oelm.cli import bench, claims, convert, data, doctor, experiments, run, study
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.system.library_errors import is_out_of_memory
 from oelm.system.terminal import say
@@ -29,6 +29,7 @@ app.command()(experiments.experiments)
 app.command()(bench.bench)
 app.command()(claims.claims)
 app.command()(convert.convert)
+app.command()(doctor.doctor)
 app.add_typer(run.app)
 app.add_typer(study.app)
 app.add_typer(data.app, name="data")

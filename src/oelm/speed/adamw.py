@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.data.assemble import pinned
+from oelm.speed.capabilities import runs
 from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
 
 try:
@@ -34,7 +35,7 @@ def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
 
 def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
     """Whether the kernels can have a weight: they read and write vectors of numbers."""
-    if adamw_triton is None or not (weight.is_cuda or adamw_triton.INTERPRETED):
+    if adamw_triton is None or not runs("adamw", weight.device):
         return False
     tensors = (weight,) if copy is None else (weight, copy)
     return weight.dtype == torch.float32 and all(
@@ -180,7 +181,7 @@ def coast(
     """Steps of AdamW without a gradient, for a weight and its moments that have taken `taken` so far: until
     they have taken as many as `counter` has counted. (Steps after a fault are not counted.)"""
     (beta1, beta2), eps = group["betas"], group["eps"]
-    if weight.is_cuda and adamw_triton is not None:
+    if weight.is_cuda and adamw_triton is not None and runs("adamw", weight.device):
         steps = pinned(coefficients(rates, taken, group), weight.device)
         steps = steps.to(weight.device, non_blocking=True)
         adamw_triton.coast_(weight, mean, square, steps, counter, taken, beta1, beta2, eps)

@@ -31,6 +31,7 @@ from oelm.models.gpt import (
 )
 from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
 from oelm.speed import operations
+from oelm.speed.capabilities import runs
 from oelm.speed.value_only import packed_value_only, value_only_attention
 from oelm.training.parallel import DTYPES
 
@@ -206,7 +207,7 @@ def fast_forward(model: Any, precision: str) -> Iterator[bool]:
     forward = FastForward(model, operations.have_kernels(device, dtype, *sizes))
     forward.install()
     try:
-        yield device.type == "cuda" and isinstance(model, OelmGPTForSequenceClassification)
+        yield runs("packed", device) and isinstance(model, OelmGPTForSequenceClassification)
     finally:
         forward.remove()
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.data.assemble import Packing
+from oelm.speed.capabilities import runs
 from oelm.system.private_torch import varlen_attn
 
 try:
@@ -31,8 +32,7 @@ except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with
 
 # On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
 # cuDNN's cannot take packed texts; where all have 512 tokens it takes longer, but for classifiers at 2,048
-# only 0.87 of ours, and for language models at 4,096 0.94. Elsewhere nobody has looked.
-MEASURED = 9  # compute capability, the major number
+# only 0.87 of ours, and for language models at 4,096 0.94. Elsewhere nobody has looked (capabilities.py).
 
 # Tokens of a text up to which our kernels drop each weight of attention by a random number of its own.
 LONGEST_DROPPED = 0 if attention_triton is None else attention_triton.LONGEST_DROPPED
@@ -58,18 +58,14 @@ def without_kernels() -> Iterator[None]:
 def have_kernels(device: torch.device, dtype: torch.dtype, d_model: int, heads: int) -> bool:
     """Whether attention and norms of this size can be computed by our kernels on this device."""
     fits = norm_triton is not None and d_model <= norm_triton.MAX_WIDTH
-    return fits and have_attention(device, dtype, d_model // heads)
+    return fits and runs("norm", device) and have_attention(device, dtype, d_model // heads)
 
 
 def have_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether attention of heads of this size can be computed by our kernels on this device."""
-    if attention_triton is None or head_dim > attention_triton.MAX_HEAD_DIM:
+    if attention_triton is None or head_dim > attention_triton.MAX_HEAD_DIM or not runs("attention", device):
         return False
-    if attention_triton.INTERPRETED:
-        return True
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return torch.cuda.get_device_capability(device)[0] == MEASURED
+    return attention_triton.INTERPRETED or dtype in (torch.bfloat16, torch.float16)
 
 
 def run_here(x: Tensor) -> bool:
@@ -177,8 +173,7 @@ def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tenso
     passes over the logits cost a GPU as much time as the products."""
     if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
         return None
-    here = hidden.is_cuda or cross_entropy_triton.INTERPRETED
-    return cross_entropy_triton.cross_entropy_ if here else None
+    return cross_entropy_triton.cross_entropy_ if runs("cross_entropy", hidden.device) else None
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -197,7 +192,8 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """The embedding of every id. Its gradient is added up in one order, so the same inputs give the same
     bits, and without the sorting that PyTorch's deterministic gradient needs."""
     trains = weight.requires_grad and torch.is_grad_enabled()
-    if trains and weight.is_cuda and row_sums is not None and kernels_allowed():
+    can = weight.is_cuda and row_sums is not None and runs("rows", weight.device)
+    if trains and can and kernels_allowed():
         return Lookup.apply(weight, ids)
     return F.embedding(ids, weight)
 

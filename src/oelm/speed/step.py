@@ -13,6 +13,7 @@ from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
+from oelm.speed.capabilities import KERNELS, here
 from oelm.speed.cuda_graphs import GraphedStep
 from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
@@ -48,6 +49,7 @@ class FastStep(PlainStep):
 
     def _prepare_model(self) -> None:
         training, raw = self.config.training, self.raw
+        self.can = here(self.state.device)
         self.rows = None  # of the embedding: in use, of all
         if not training.fsdp and not self.objective.kind.stream:
             self.rows = set_aside(raw, self.objective.store.used_tokens())
@@ -64,18 +66,19 @@ class FastStep(PlainStep):
         """Why texts are padded in this run; None where they are packed."""
         if not self.objective.kind.packable:
             return "only the texts of classifiers are packed"
-        if self.state.device.type != "cuda":
-            return "without a GPU padding to similar lengths is as fast"
         if not isinstance(self.raw, OelmGPTPreTrainedModel):
-            return why_not(self.raw, self.state.device, self.dtype, self.objective.store.max_length)
+            longest = self.objective.store.max_length
+            return self.can.packed or why_not(self.raw, self.state.device, self.dtype, longest)
+        if self.can.packed is not None:
+            return self.can.packed
         if self.raw.config.attention_dropout:
             return f"attention dropout {self.raw.config.attention_dropout:g} needs padded attention"
         return None
 
     def _why_eager(self) -> str | None:
         """Why a step is not a CUDA graph in this run; None where it is."""
-        if self.state.device.type != "cuda":
-            return "CUDA graphs need a GPU"
+        if self.can.graphs is not None:
+            return self.can.graphs
         if self.state.num_processes > 1:
             return "several processes exchange gradients"
         if self.precision == "fp16":
@@ -247,6 +250,14 @@ class FastStep(PlainStep):
             "table": None if self.windows is None else self.windows.capacity,
         }
 
+    def _missing(self) -> dict[str, list[str]]:
+        """Which kernels of our own do not run on this GPU, by the reasons why."""
+        found: dict[str, list[str]] = {}
+        for name in KERNELS if self.state.device.type == "cuda" else ():
+            if why := getattr(self.can, name):
+                found.setdefault(why, []).append(name.replace("_", " "))
+        return found
+
     def __str__(self) -> str:
         paths = self.paths()
         parts = [
@@ -256,6 +267,7 @@ class FastStep(PlainStep):
         if paths["own_kernels"]:
             norms = " and norms" if isinstance(self.forward, FastForward) else ""
             parts.append(f"attention{norms} by kernels of our own")
+        parts += [f"PyTorch's {', '.join(names)} ({why})" for why, names in self._missing().items()]
         if paths["own_adamw"]:
             parts.append("AdamW is one kernel for all weights")
         if self.rows:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.data.assemble import Packing
+from oelm.speed.capabilities import runs
 from oelm.speed.operations import kernels_allowed, packed_attention
 
 try:
@@ -56,5 +57,8 @@ def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tens
 def _has_kernel(v: Tensor) -> bool:
     if attention_triton is None or not kernels_allowed():
         return False
-    here = v.is_cuda or attention_triton.INTERPRETED
-    return here and v.dtype in attention_triton.DTYPES and v.shape[-1] <= attention_triton.MAX_HEAD_DIM
+    return (
+        runs("value_only", v.device)
+        and v.dtype in attention_triton.DTYPES
+        and v.shape[-1] <= attention_triton.MAX_HEAD_DIM
+    )

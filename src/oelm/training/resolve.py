@@ -72,7 +72,7 @@ def objective_of(config: RunConfig, store: Store) -> Objective:
 def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | None]:
     """The precision a run really uses, and a warning where that is not what was asked for."""
     if wanted == "auto":
-        return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"), None
+        return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"), None
     if wanted == "fp16" and device.type != "cuda":
         return "fp32", notice("training.fp16_on_cpu")
     return wanted, None

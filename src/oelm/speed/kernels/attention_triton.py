@@ -119,10 +119,11 @@ def product(a, b, sums):
 @triton.jit
 def random_of(seed, chance, start, DROPOUT: tl.constexpr):
     """What `keep` needs: a seed of this head's own, the chance, the first row of the text."""
+    own, row = 0, 0
     if DROPOUT:
-        number = tl.load(seed) + tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
-        return number, chance, start.to(tl.int32)
-    return 0, 0.0, 0
+        own = tl.load(seed) + tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+        row = start.to(tl.int32)
+    return own, chance, row
 
 
 @triton.jit

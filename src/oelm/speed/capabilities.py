@@ -1,0 +1,169 @@
+"""Which fast paths a device has, and why not the others: one function of what is known about a machine.
+
+Our kernels were measured on Hopper GPUs. Those that only save passes over memory run on every NVIDIA GPU that
+has bfloat16; attention and norms, for which PyTorch has good kernels of its own, where they were measured.
+OELM_KERNELS=all turns them all on wherever they can run.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from oelm.system.library_errors import first_line
+from oelm.system.private_torch import varlen_attn
+from oelm.training.resolve import resolve_precision
+
+try:
+    from oelm.speed.kernels.attention_triton import INTERPRETED
+
+    TRITON = True
+except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
+    INTERPRETED = TRITON = False
+
+MEASURED = 9  # Hopper: compute capability, the major number
+LEAST_SHARED = 99 * 1024  # bytes of shared memory that a program has on every GPU with bfloat16
+# Bytes that a program of each needs at most, compiled for 8.0 to 12.0 (tests/speed/compile_kernels.py).
+KERNELS = {
+    "attention": 81_920, "norm": 4_096, "value_only": 81_920, "cross_entropy": 128, "rows": 2_048,
+    "adamw": 8_192,
+}  # fmt: skip
+WHERE_MEASURED = ("attention", "norm")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which fast paths a device has."""
+
+    device: str  # as PyTorch calls it: cuda (NVIDIA's and AMD's), mps, cpu
+    capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU
+    amd: bool = False
+    bf16: bool = False  # in hardware
+    shared_memory: int = LEAST_SHARED  # bytes, of a program on a GPU
+    triton: bool = False
+    varlen: bool = False  # PyTorch was built with flash attention for packed texts
+    interpreted: bool = False  # Triton's interpreter computes the kernels on the CPU
+    asked: bool = False  # for kernels that were not measured here
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """None for what a device has, and for the others why not."""
+
+    precision: str  # of training.precision = "auto"
+    packed: str | None
+    graphs: str | None
+    bf16_copies: str | None
+    attention: str | None
+    norm: str | None
+    value_only: str | None
+    cross_entropy: str | None
+    rows: str | None
+    adamw: str | None
+
+
+def capabilities(machine: Machine) -> Capabilities:
+    graphs = _why_no_graphs(machine)
+    return Capabilities(
+        precision="bf16" if machine.bf16 else "fp32",
+        packed=_why_padded(machine),
+        graphs=graphs,
+        bf16_copies=graphs or (None if machine.bf16 else "this device has no bfloat16"),
+        **{name: _why_no_kernel(machine, name) for name in KERNELS},
+    )
+
+
+def _why_padded(machine: Machine) -> str | None:
+    if machine.device != "cuda":
+        return "without a GPU padding to similar lengths is as fast" if machine.device == "cpu" else (
+            "flash attention for packed texts needs an NVIDIA GPU"
+        )  # fmt: skip
+    if machine.amd:
+        return "flash attention for packed texts was not tried on an AMD GPU"
+    if machine.capability < (8, 0):
+        return f"flash attention for packed texts needs compute capability 8.0, not {_number(machine)}"
+    return None if machine.varlen else "this PyTorch was built without flash attention for packed texts"
+
+
+def _why_no_graphs(machine: Machine) -> str | None:
+    if machine.device != "cuda":
+        return "CUDA graphs need a GPU" if machine.device == "cpu" else "CUDA graphs need an NVIDIA GPU"
+    return "CUDA graphs were not tried on an AMD GPU" if machine.amd else None
+
+
+def _why_no_kernel(machine: Machine, name: str) -> str | None:
+    if machine.interpreted:
+        return None
+    if machine.device != "cuda" or machine.amd:
+        return "our kernels are for NVIDIA GPUs"
+    if not machine.triton:
+        return "Triton is not installed"
+    if machine.capability < (8, 0):
+        return f"our kernels need compute capability 8.0, not {_number(machine)}"
+    if KERNELS[name] > machine.shared_memory:
+        return f"it needs {KERNELS[name]:,} bytes of shared memory, and there are {machine.shared_memory:,}"
+    if machine.capability[0] == MEASURED or machine.asked:
+        return None
+    if machine.capability[0] > MEASURED or name in WHERE_MEASURED:
+        return f"not measured on compute capability {_number(machine)}; OELM_KERNELS=all turns it on"
+    return None
+
+
+def _number(machine: Machine) -> str:
+    return ".".join(map(str, machine.capability))
+
+
+def machine_of(device: torch.device) -> Machine:
+    known: dict[str, Any] = {"bf16": resolve_precision("auto", device)[0] == "bf16"}
+    if device.type == "cuda":
+        known["amd"] = torch.version.hip is not None
+        known["capability"] = torch.cuda.get_device_capability(device)
+        properties = torch.cuda.get_device_properties(device)
+        known["shared_memory"] = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED)
+    asked = os.environ.get("OELM_KERNELS") == "all"
+    return Machine(
+        device.type, triton=TRITON, varlen=varlen_attn is not None, interpreted=INTERPRETED, asked=asked,
+        **known,
+    )  # fmt: skip
+
+
+@cache
+def here(device: torch.device) -> Capabilities:
+    """What this device has: as `capabilities` says, without kernels that turn out not to run."""
+    machine = machine_of(device)
+    found = capabilities(machine)
+    if device.type != "cuda" or all(getattr(found, name) for name in KERNELS):
+        return found
+    from oelm.speed.trial import trials
+
+    return tried(found, trials(device), everything=machine.capability[0] != MEASURED)
+
+
+def tried(found: Capabilities, trials: dict[str, Callable[[], Any]], everything: bool) -> Capabilities:
+    """`found` without the kernels whose trial fails. The first trial shows whether Triton works at all; the
+    others are made with `everything`, for each takes a second to compile."""
+    first = next(iter(trials))
+    for name, trial in trials.items():
+        if getattr(found, name) is None and (everything or name == first):
+            try:
+                trial()
+            except Exception as error:  # whatever a compiler, a driver or a launcher may say
+                why = f"it does not run here: {first_line(error)}"
+                lost = KERNELS if name == first else (name,)
+                found = replace(found, **{each: getattr(found, each) or why for each in lost})
+    return found
+
+
+def runs(name: str, device: torch.device) -> bool:
+    """Whether this fast path runs on this device."""
+    return getattr(here(device), name) is None
+
+
+def why_not(device: torch.device) -> dict[str, str | None]:
+    """Every fast path, and why this device does not have it."""
+    found = asdict(here(device))
+    del found["precision"]
+    return found
