@@ -28,6 +28,7 @@ from oelm.study.report.answer import answer
 from oelm.study.report.build import build
 from oelm.study.report.document import escape_markdown, to_html, to_markdown
 from oelm.study.report.notices import notices
+from oelm.study.report.tables import MOST_KEYS
 from oelm.study.report.view import View, Words, table
 from oelm.system.messages import LANGUAGES, notice
 from oelm.training.status import run_status
@@ -227,7 +228,7 @@ def test_everything_asked_for_is_on_the_page(page):
                     "How to repeat it"):  # fmt: skip
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "over items only", "from items", "within 1 of the best",
-                  "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
+                  "lost at 3 × (points)", "area under the curve", "most frequent class", "3,145,728 (7.0 %)",
                   "baseline, published", "IMDB-oelm: one run, lr 0.001, on test; differs in",
                   "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
@@ -538,6 +539,21 @@ def test_the_summary_fits_a_terminal(method, lang):
     text = summary(analyse_records(records, None), lang)
     assert max(map(cell_len, text.splitlines())) <= 80
     assert "baseline" in text and method[:8] in text
+
+
+@pytest.mark.parametrize("model", ["gpt-medium-512", "gpt-tiny"])
+def test_a_run_of_an_experiment_always_has_the_published_figure_beside_it(model):
+    records = [run("baseline", 1, 5.0, task="tinystories", model=model, results={"experiment": "M512-GPT"})]
+    analysis = analyse_records(records, None)
+    text, (setting,) = summary(analysis), as_plain(analysis)["settings"]
+    row = text[text.index("published") :]
+    assert "4.14" in row and "M512-GPT: one run" in row and "validation" in row
+    found = setting["published"]["M512-GPT"]
+    assert (found["value"], found["split"]) == (4.14, "validation")
+    assert ("model.name" in found["differs_in"]) == (model == "gpt-tiny")
+    assert len(found["differs_in"]) > MOST_KEYS and "training.steps" in found["differs_in"]
+    assert ("GPT-01" in setting["published"]) == (model == "gpt-medium-512")
+    assert build(View(analysis, Words("en")), "x").subtitle.startswith("1 run: ")
 
 
 def test_the_command_writes_prints_and_answers_in_json(study):
