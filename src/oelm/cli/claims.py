@@ -58,7 +58,7 @@ def show(found: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     rules, ages = claim_data()["rules"], found.ages
     counts = {"studies": len(found.analyses), "benchmarks": len(found.benchmarks), "runs": sum(ages.values())}
     screen = console(width=80, highlight=False, markup=False, emoji=False)
-    dated = {"date": f"{rules['date']:%Y-%m-%d}", "version": rules["version"]}
+    dated = rules | {"date": f"{rules['date']:%Y-%m-%d}"}
     screen.print(Text(sentence("judged", **dated, **counts, **ages)[place]))
     for problem in found.left_out:
         screen.print(Text(sentence("left_out", problem=problem)[place]))
