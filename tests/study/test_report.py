@@ -162,7 +162,9 @@ def test_an_interval_without_0_beside_a_corrected_p_is_explained():
 def test_what_the_data_do_not_decide_is_not_decided():
     sentence = said(pairs(0.1, spread=10.0))
     found = re.search(
-        r"interval is −(\d+\.\d) to \+(\d+\.\d); about \d+ seeds would narrow it to the margin", sentence
+        r"interval is −(\d+\.\d) to \+(\d+\.\d); 0 % of its variance comes from the test items, the rest "
+        r"from the seeds; about \d+ seeds would narrow it to the margin",
+        sentence,
     )
     assert "do not decide between oelm and baseline" in sentence and found
     assert "p =" not in sentence
@@ -386,6 +388,10 @@ def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 5.0" in text for text in texts)
     assert any('by the changed study, and is "undecided" as planned' in text for text in texts)
+    (out / "study.toml").write_text(text.replace('"frozen"', "").replace(", ]", "]"))
+    texts = [listed.text for listed in notices(View(analyse(out), Words("en")))]
+    assert any("study.methods was changed from baseline, oelm, frozen to baseline, oelm" in t for t in texts)
+    assert [(c.method, c.verdict, c.margin) for c in analyse(out).comparisons] == planned
     folder.write(plan=study.plan | {"margin": 5.0})
     with pytest.raises(UserError, match=r"the plan in .* was edited"):
         analyse(out)
