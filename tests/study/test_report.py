@@ -198,6 +198,14 @@ def test_where_nothing_may_be_concluded_the_reason_is_given(records, reason):
     )
 
 
+def test_before_anything_is_measured_no_learning_rates_of_it_are_blamed():
+    rates = {method: {1: 3e-4, 2: 3e-4} for method in ("baseline", "oelm")}
+    whole = trials(rates)
+    sentence = said(whole[:-1], rates_study(2))
+    assert "not every learning rate of the grid was evaluated" in sentence
+    assert "were measured at" not in sentence and "0 pairs of seeds are too few" in sentence
+
+
 def test_several_tasks_are_counted_by_method():
     records = pairs(5.0, task="imdb") + pairs(-5.0, task="ag_news") + pairs(5.0, task="sst2")
     sentence = said(records)

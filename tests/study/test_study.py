@@ -189,7 +189,7 @@ def test_until_decided_a_study_looks_at_five_seeds_and_goes_on_only_where_more_w
     analysis = analyse(out)
     (comparison,) = analysis.comparisons
     went_on = "not decided with 5 seeds; going on" in text
-    assert comparison.seeds == list(range(1, 11 if went_on else 6))
+    assert comparison.seeds == tuple(range(1, 11 if went_on else 6))
     assert went_on or settled(analysis)
     assert analysis.level == pytest.approx(0.975) and not analysis.changes and not analysis.unplanned
     code, text = run(data, out)  # the same study again has nothing to add
