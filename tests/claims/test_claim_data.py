@@ -2,6 +2,7 @@
 
 import re
 import string
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -109,6 +110,21 @@ def test_what_decides_a_claim_is_shipped():
             assert {name for name in claim.parts if name != "any"} <= tasks and len(tasks) >= claim.tasks
 
 
-def test_the_rules_have_a_date_and_a_version():
+def test_the_rules_have_a_date_a_version_and_a_commit():
     rules = claim_data.claim_data()["rules"]
     assert rules["date"].tzinfo is not None and rules["version"] >= 2
+    path = "src/oelm/claims/claims.toml"
+    shown = subprocess.run(
+        ["git", "show", f"{rules['commit']}:{path}"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    if shown.returncode:
+        pytest.skip("no history here")
+    fixed = tomllib.loads(shown.stdout)
+    assert {key: fixed["rules"][key] for key in ("date", "version")} == {
+        key: rules[key] for key in ("date", "version")
+    }
+    now = claim_data.claim_data()
+    assert all(fixed[key] == now[key] for key in ("claims", "margins", "sizes", "shapes"))  # what decides

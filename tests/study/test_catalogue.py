@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from typer.testing import CliRunner
 
 from oelm.cli.experiments import _print_table, _render
+from oelm.cli.main import app
 from oelm.config import ModelConfig
 from oelm.data.catalogue import TASKS
 from oelm.errors import UserError
@@ -464,15 +466,30 @@ def test_runs_of_an_experiment_say_in_what_they_differ(monkeypatch, tmp_path):
     config.write_text('experiment = "IMDB-oelm"\n' + config.read_text())
     monkeypatch.chdir(tmp_path)
     shown = " ".join(_render(get_experiment("IMDB-oelm")).split())
-    assert re.search(
-        r"Runs of it here - runs/a: validation accuracy 0\.8, .*; differs in .*training\.seed", shown
-    )
+    line = r"Records here - runs/a: validation accuracy 0\.8, test 0\.8, .*; differs in .*training\.seed"
+    assert re.search(line, shown)
+
+
+def test_runs_of_a_study_stand_beside_the_experiment_they_could_repeat(monkeypatch, tmp_path):
+    for seed, score in ((1, 0.8), (2, 0.9)):
+        copy_run(tmp_path / f"results/s/oelm/{seed}", "oelm", "imdb", 3e-4, seed, score)
+    copy_run(tmp_path / "results/s/oelm/trial", "oelm", "imdb", 3e-4, 9, 0.1, test=False)
+    copy_run(tmp_path / "results/s/baseline/1", "baseline", "imdb", 3e-4, 1, 0.5)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["experiments", "IMDB-oelm", "--json"])
+    (record,) = json.loads(result.stdout)["records"]
+    assert record["folder"] == str(Path("results/s/oelm")) and record["test"] == pytest.approx(0.85)
+    assert record["runs"] == 2 and {"training.lr", "training.choose_on"} <= set(record["differs_in"])
+    shown = " ".join(_render(get_experiment("IMDB-oelm")).split())
+    assert "results/s/oelm: validation accuracy 0.85, test 0.85, mean of 2 runs" in shown
+    assert "Records here" not in _render(get_experiment("AGNews-oelm"))
 
 
 def test_json_for_programs():
     everything: list[dict[str, Any]] = json.loads(oelm("experiments", "--json").stdout)
     assert [entry["id"] for entry in everything] == sorted(ROWS)
     one = json.loads(oelm("experiments", "gpt-02", "--json").stdout)
+    assert isinstance(one.pop("records"), list)
     assert one == next(entry for entry in everything if entry["id"] == "GPT-02")
     assert one["published"]["perplexity"] == 4.69
     assert one["published"]["parameters"]["frozen"] == 3_145_728

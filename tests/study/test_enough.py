@@ -50,6 +50,15 @@ def test_a_metric_that_is_no_mean_of_items_has_no_bound_before_runs_are_tested(m
         assert not numbers(text) and f"by {metric} is known once runs have been tested" in text
 
 
+def test_looks_are_told_at_the_last_one_and_at_their_level(monkeypatch):
+    text = told(monkeypatch, items=25_000, until_decided=True)
+    wide = stats.t.ppf(1 - 0.0125 / 2, 24_999) * 100 * math.sqrt(0.1 / 25_000)
+    assert "20 seeds show" in text and numbers(text) == pytest.approx([wide / math.sqrt(20), wide], rel=0.05)
+    text = told(monkeypatch, items=25_000, until_decided=True, max_seeds=10, trials=TRIALS)
+    width = stats.t.ppf(1 - 0.025 / 2, 9) * choice_noise(TRIALS)[0] * math.sqrt(2 / 10)
+    assert "10 seeds show" in text and numbers(text)[0] == pytest.approx(width, rel=0.05)
+
+
 TRIALS = [{1e-4: [80.0, 81.0, 79.5], 3e-4: [82.0, 81.5, 82.5], 1e-3: [81.0, 82.0, 81.5]}]
 
 

@@ -85,7 +85,7 @@ def test_the_last_phase_is_the_last_ten_logged_points_with_their_learning_rates(
     assert [point["step"] for point in points] == list(range(1100, 2001, 100))
     assert {point["loss"] for point in points} == {1.5} and points[-1]["lr"] == 1e-3 / 2000
     text = write_report(tmp_path).markdown.read_text()
-    assert "| 2 000 | 1.5000 | 5e-7 |" in text
+    assert "| 2,000 | 1.5000 | 5e-7 |" in text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_published_figures_stand_beside_those_of_the_same_step(tmp_path):
     written = write_report(tmp_path)
     text = written.markdown.read_text()
     for step, theirs in PUBLISHED.items():
-        (row,) = re.findall(rf"^\| {step:,} \|.*$".replace(",", " "), text, flags=re.MULTILINE)[:1]
+        (row,) = re.findall(rf"^\| {step:,} \|.*$", text, flags=re.MULTILINE)[:1]
         assert f"{losses[step]:.4f}" in row and row.endswith(f"| {theirs:.4f} |"), row
     (setting,) = as_plain(written.analysis)["settings"]
     (plain,) = setting["training"]
@@ -139,6 +139,9 @@ def test_published_figures_stand_beside_those_of_the_same_step(tmp_path):
     assert plain["published"]["time"]["total_s"] == 23_400
     assert len(plain["history"]) == 12 and plain["published"]["last_training_loss"] == 1.46
     assert "training.weight_decay" in plain["published"]["differs_in"]
+    here = math.exp(min(losses.values()))
+    assert plain["published"]["beside"]["perplexity"] == {"published": 4.14, "here": pytest.approx(here)}
+    assert f"| perplexity | 4.14 | {here:.4g} |" in text
     assert re.search(r"M512-GPT: differs from the published recipe in .*training\.weight_decay", text)
 
 
@@ -158,7 +161,7 @@ def test_a_long_history_is_shown_in_part_with_its_best_and_last(tmp_path):
     text = write_report(tmp_path).markdown.read_text()
     history = text.split("### Validation history")[1].split("###")[0]
     steps = [
-        int(step.replace(" ", "")) for step in re.findall(r"^\| ([\d ]+) \|", history, flags=re.MULTILINE)
+        int(step.replace(",", "")) for step in re.findall(r"^\| ([\d,]+) \|", history, flags=re.MULTILINE)
     ]
     assert len(steps) <= 14 and {1000, 33_000, 100_000} <= set(steps) and steps == sorted(steps)
 

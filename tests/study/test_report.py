@@ -28,6 +28,7 @@ from oelm.study.report.answer import answer
 from oelm.study.report.build import build
 from oelm.study.report.document import escape_markdown, to_html, to_markdown
 from oelm.study.report.notices import notices
+from oelm.study.report.tables import MOST_KEYS
 from oelm.study.report.view import View, Words, table
 from oelm.system.messages import LANGUAGES, notice
 from oelm.training.status import run_status
@@ -161,7 +162,9 @@ def test_an_interval_without_0_beside_a_corrected_p_is_explained():
 def test_what_the_data_do_not_decide_is_not_decided():
     sentence = said(pairs(0.1, spread=10.0))
     found = re.search(
-        r"interval is −(\d+\.\d) to \+(\d+\.\d); about \d+ seeds would narrow it to the margin", sentence
+        r"interval is −(\d+\.\d) to \+(\d+\.\d); 0 % of its variance comes from the test items, the rest "
+        r"from the seeds; about \d+ seeds would narrow it to the margin",
+        sentence,
     )
     assert "do not decide between oelm and baseline" in sentence and found
     assert "p =" not in sentence
@@ -193,6 +196,14 @@ def test_where_nothing_may_be_concluded_the_reason_is_given(records, reason):
         n.kind == "void" and reason in n.text
         for n in notices(View(analyse_records(records, None), Words("en")))
     )
+
+
+def test_before_anything_is_measured_no_learning_rates_of_it_are_blamed():
+    rates = {method: {1: 3e-4, 2: 3e-4} for method in ("baseline", "oelm")}
+    whole = trials(rates)
+    sentence = said(whole[:-1], rates_study(2))
+    assert "not every learning rate of the grid was evaluated" in sentence
+    assert "were measured at" not in sentence and "0 pairs of seeds are too few" in sentence
 
 
 def test_several_tasks_are_counted_by_method():
@@ -227,7 +238,7 @@ def test_everything_asked_for_is_on_the_page(page):
                     "How to repeat it"):  # fmt: skip
         assert heading in page.by_tag["h2"]
     for words in ("p, Holm", "p, equivalence", "±1", "over items only", "from items", "within 1 of the best",
-                  "lost at 3 × (points)", "area under the curve", "most frequent class", "3 145 728 (7.0 %)",
+                  "lost at 3 × (points)", "area under the curve", "most frequent class", "3,145,728 (7.0 %)",
                   "baseline, published", "IMDB-oelm: one run, lr 0.001, on test; differs in",
                   "oelm study study.toml --out again", "NVIDIA H200", "data of imdb", "10.1 ms"):  # fmt: skip
         assert words in page.text, words
@@ -385,6 +396,10 @@ def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 5.0" in text for text in texts)
     assert any('by the changed study, and is "undecided" as planned' in text for text in texts)
+    (out / "study.toml").write_text(text.replace('"frozen"', "").replace(", ]", "]"))
+    texts = [listed.text for listed in notices(View(analyse(out), Words("en")))]
+    assert any("study.methods was changed from baseline, oelm, frozen to baseline, oelm" in t for t in texts)
+    assert [(c.method, c.verdict, c.margin) for c in analyse(out).comparisons] == planned
     folder.write(plan=study.plan | {"margin": 5.0})
     with pytest.raises(UserError, match=r"the plan in .* was edited"):
         analyse(out)
@@ -538,6 +553,21 @@ def test_the_summary_fits_a_terminal(method, lang):
     text = summary(analyse_records(records, None), lang)
     assert max(map(cell_len, text.splitlines())) <= 80
     assert "baseline" in text and method[:8] in text
+
+
+@pytest.mark.parametrize("model", ["gpt-medium-512", "gpt-tiny"])
+def test_a_run_of_an_experiment_always_has_the_published_figure_beside_it(model):
+    records = [run("baseline", 1, 5.0, task="tinystories", model=model, results={"experiment": "M512-GPT"})]
+    analysis = analyse_records(records, None)
+    text, (setting,) = summary(analysis), as_plain(analysis)["settings"]
+    row = text[text.index("published") :]
+    assert "4.14" in row and "M512-GPT: one run" in row and "validation" in row
+    found = setting["published"]["M512-GPT"]
+    assert (found["value"], found["split"]) == (4.14, "validation")
+    assert ("model.name" in found["differs_in"]) == (model == "gpt-tiny")
+    assert len(found["differs_in"]) > MOST_KEYS and "training.steps" in found["differs_in"]
+    assert ("GPT-01" in setting["published"]) == (model == "gpt-medium-512")
+    assert build(View(analysis, Words("en")), "x").subtitle.startswith("1 run: ")
 
 
 def test_the_command_writes_prints_and_answers_in_json(study):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from oelm.cli.main import app
 from oelm.errors import UserError
-from oelm.study.analysis import analyse
+from oelm.study.analysis import analyse, settled
 from oelm.study.folder import StudyFolder
 from oelm.study.publish import publish
 from oelm.study.report import as_plain
@@ -179,6 +179,21 @@ def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypa
     assert found.exit_code == 0, found.output
     assert "4 trials + 10 measured runs" in found.output and "14 runs" in found.output
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.slow
+def test_until_decided_a_study_looks_at_five_seeds_and_goes_on_only_where_more_would_help(data, tmp_path):
+    out = tmp_path / "s"
+    code, text = run(data, out, "--until-decided", "--max-seeds", "10", "--margin", "0.5")
+    assert code == 0, text
+    analysis = analyse(out)
+    (comparison,) = analysis.comparisons
+    went_on = "not decided with 5 seeds; going on" in text
+    assert comparison.seeds == tuple(range(1, 11 if went_on else 6))
+    assert went_on or settled(analysis)
+    assert analysis.level == pytest.approx(0.975) and not analysis.changes and not analysis.unplanned
+    code, text = run(data, out)  # the same study again has nothing to add
+    assert code == 0 and analyse(out).comparisons[0].seeds == comparison.seeds
 
 
 def test_other_settings_do_not_mix_in_one_folder(unbroken, data):

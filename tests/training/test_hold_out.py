@@ -248,6 +248,10 @@ def test_a_published_row_as_it_was_and_fair(oelm_cli: Any, here: Path) -> None:
         (line,) = [line for line in said.splitlines() if "differs from the published recipe in: " in line]
         keys = {"task.hold_out", "training.choose_on"}
         assert keys & {*line.partition("in: ")[2].split(", ")} == (keys if words else set())
+    _, said, _ = oelm_cli("train", "IMDB-oelm", *SMALL, "--epochs", 1, "--overwrite", "--json")
+    theirs = json.loads(said)["published"]
+    assert theirs["experiment"] == "IMDB-oelm" and "training.epochs" in theirs["differs_in"]
+    assert theirs["beside"]["best_accuracy"]["published"] == 0.857
     code, _, err = oelm_cli("train", "IMDB-oelm", *SMALL, "--epochs", 1, *AS_PUBLISHED[:2], "--fair")
     assert code == 2 and "task.hold_out" in err  # a contradiction
 

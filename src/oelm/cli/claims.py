@@ -58,7 +58,7 @@ def show(given: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     rules, ages = claim_data()["rules"], given.ages
     counts = {"studies": len(given.analyses), "benchmarks": len(given.benchmarks), "runs": sum(ages.values())}
     screen = console(width=80, highlight=False, markup=False, emoji=False)
-    dated = {"date": f"{rules['date']:%Y-%m-%d}", "version": rules["version"]}
+    dated = rules | {"date": f"{rules['date']:%Y-%m-%d}"}
     screen.print(Text(sentence("judged", **dated, **counts, **ages)[place]))
     for problem in given.left_out:
         screen.print(Text(sentence("left_out", problem=problem)[place]))

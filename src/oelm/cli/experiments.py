@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,8 @@ def experiments(
         _check(chosen, {"steps": steps, "data_dir": data_dir, "shrink": shrink}, record, as_json)
     elif as_json:
         values = [asdict(experiment) for experiment in chosen]
+        if ids:
+            values = [v | {"records": _records(e)} for v, e in zip(values, chosen, strict=True)]
         say(_json(values[0] if ids and len(ids) == 1 else values))
     elif ids:
         say("\n\n".join(map(_render, chosen)))
@@ -147,29 +150,50 @@ def _render(experiment: "Experiment") -> str:
     for heading, texts in (("Habits", experiment.habits), ("Notes", notes)):
         lines += ["", heading, *(ITEM.fill(text) for text in texts)]
     if here := _records(experiment):
-        lines += ["", "Runs of it here", *here]
+        lines += ["", "Records here", *map(_record_line, here)]
     lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
     if experiment.config["training"]["choose_on"] == "test":
         lines.append(f"  oelm train {experiment.id} --fair  # validation held out, tested once")
     return "\n".join(lines)
 
 
-def _records(experiment: "Experiment") -> list[str]:
-    """A line for every finished run below runs/ and results/ that repeats the experiment."""
-    from oelm.study.catalogue import clock, differences
+def _records(experiment: "Experiment") -> list[dict[str, Any]]:
+    """The finished runs below runs/ and results/ that repeat the experiment or have its task, model and
+    method. Runs of a folder at one learning rate are one entry: how many, and means."""
+    from oelm.study.catalogue import differences
     from oelm.study.records import find_records
 
-    lines = []
+    alike: dict[tuple[Any, ...], list[Any]] = {}
+    recipe = [experiment.config[table]["name"] for table in ("task", "model", "method")]
     for root in (Path("runs"), Path("results")):
         for record in find_records(root, []) if root.is_dir() else ():
-            best = record.results.get("best") or {}
-            if record.config.experiment == experiment.id and record.metric in best.get("metrics", {}):
-                differing = ", ".join(differences(experiment, record.config, record.results))
-                how = f"differs in {differing}" if differing else "an exact repeat"
-                score = f"{best['split']} {record.metric} {best['metrics'][record.metric]:.4g}"
-                took = clock(record.results["total_time_s"])
-                lines.append(ITEM.fill(f"{record.folder}: {score}, {took}; {how}"))
-    return lines
+            repeats = record.config.experiment == experiment.id
+            kin = record.test is not None and [record.task, record.config.model.name, record.method] == recipe
+            if record.best is not None and (repeats or kin):
+                place = (record.folder,) if repeats else (record.folder.parent, record.lr)
+                alike.setdefault(place, []).append(record)
+    entries = []
+    for (folder, *_), runs in alike.items():
+        entry: dict[str, Any] = {"folder": str(folder), "runs": len(runs), "lr": runs[0].lr}
+        entry |= {"metric": runs[0].metric, "split": runs[0].results["best"]["split"]}
+        entry |= {
+            "best": fmean(r.best for r in runs),
+            "time_s": fmean(r.results["total_time_s"] for r in runs),
+        }
+        entry["test"] = fmean(r.test for r in runs) if all(r.test is not None for r in runs) else None
+        entries.append(entry | {"differs_in": differences(experiment, runs[0].config, runs[0].results)})
+    return entries
+
+
+def _record_line(entry: dict[str, Any]) -> str:
+    from oelm.study.catalogue import clock
+
+    how = f"differs in {', '.join(entry['differs_in'])}" if entry["differs_in"] else "an exact repeat"
+    runs = f", mean of {entry['runs']} runs" if entry["runs"] > 1 else ""
+    scores = [f"{entry['split']} {entry['metric']} {entry['best']:.4g}"]
+    if entry["test"] is not None and entry["split"] != "test":
+        scores.append(f"test {entry['test']:.4g}")
+    return ITEM.fill(f"{entry['folder']}: {', '.join(scores)}{runs}, {clock(entry['time_s'])}; {how}")
 
 
 def _recipe(experiment: "Experiment") -> list[str]:

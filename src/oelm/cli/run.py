@@ -66,7 +66,7 @@ def train(
     oelm train --data my.csv --text article --target summary --model t5-small
     """
     from oelm.config import flag_keys, resolve_config
-    from oelm.study.catalogue import experiment_config
+    from oelm.study.catalogue import experiment_config, published_beside
 
     flags = flag_keys(given | {"task": task, "method": method, "lr": lr, "seed": seed})
     if stop_at_chance:
@@ -82,9 +82,9 @@ def train(
         out = Path("runs", f"{asked.experiment}-fair")
     results = run_training(asked, out, overwrite, limit)
     if results:  # of the first process only
+        if experiment is not None:
+            results = results | {"published": published_beside(asked, results)}
         say(json.dumps(results) if as_json else summary(results))
-        if experiment is not None and not as_json:
-            say(beside_published(asked, results))
 
 
 def run_training(
@@ -120,22 +120,20 @@ def summary(results: dict[str, Any]) -> str:
         if metric in splits.get(split, {}):
             lines.append(f"  {name}: {splits[split][metric]:.4f}")
     lines += [f"  note: {read_notice(warning)}" for warning in results["warnings"]]
+    if "published" in results:
+        lines += _published(results["published"])
     return "\n".join(lines)
 
 
-def beside_published(config: "RunConfig", results: dict[str, Any]) -> str:
+def _published(theirs: dict[str, Any]) -> list[str]:
     """The published figures of an experiment beside those of a run that repeats it."""
-    from oelm.study.catalogue import beside, differences, get_experiment
+    from oelm.study.report.numbers import figure
 
-    experiment = get_experiment(str(config.experiment))
-    differing = differences(experiment, config, results)
-    how = f"differs from the published recipe in: {', '.join(differing)}" if differing else "an exact repeat"
-
-    def cell(value: float) -> str:
-        return f"{value:>14,.0f}" if value >= 1000 else f"{value:>14.4g}"
-
-    rows = [f"  {name:<23} {cell(a)} {cell(b)}" for name, a, b in beside(experiment, results)]
-    return "\n".join([f"{experiment.id}: {how}", f"  {'':<23} {'published':>14} {'here':>14}", *rows])
+    keys = ", ".join(theirs["differs_in"])
+    how = f"differs from the published recipe in: {keys}" if keys else "an exact repeat"
+    rows = {name: (figure(row["published"]), figure(row["here"])) for name, row in theirs["beside"].items()}
+    lines = [f"  {name:<23} {a:>14} {b:>14}" for name, (a, b) in {"": ("published", "here"), **rows}.items()]
+    return [f"{theirs['experiment']}: {how}", *lines]
 
 
 @app.command()

@@ -174,13 +174,16 @@ def describe(study: "Study", out: Path) -> str:
     places = make_launcher(study, estimates, out).places
     methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
-    measured, widens = methods * table.seeds, choosing and table.widen
+    seeds, measured, widens = study.looks[0], methods * study.looks[0], choosing and table.widen
+    looks = ", ".join(map(str, study.looks))
     lines = [
-        f"methods   {', '.join(study.arms)} (compared with {study.reference_arm})",
+        f"methods   {', '.join(study.arms)}",
         f"metric    {', '.join(dict.fromkeys(setting.metric for setting in settings))}",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if widens else ""),
-        f"seeds     {table.choose_seeds} to choose the learning rate, {table.seeds} fresh ones measured",
+        f"seeds     {table.choose_seeds} to choose the learning rate, {seeds} fresh ones measured"
+        + (f"; looked at after {looks} until all is decided" if table.until_decided else ""),
+        f"compared  {'; '.join(f'{one} - {other}' for one, other in study.contrasts)}",
     ]
     total = 0.0
     for setting, estimate in zip(settings, estimates, strict=True):

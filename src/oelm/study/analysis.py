@@ -288,14 +288,14 @@ def find_problems(
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
     lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
     failed = any(r.failed_by_method and not r.stand_in for r in lost)
-    both_chosen = arm.chosen and reference_arm.chosen
+    both_chosen, measured = arm.chosen and reference_arm.chosen, all(a.records for a in arms)
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),
         "failed": failed,
         "unfinished": not failed and same_seed < planned,
         "other_arithmetic": pairs < same_seed,
         "few_seeds": pairs < decide.fewest_seeds(comparisons),
-        "other_rates": not both_chosen and (arm.lr is None or arm.lr != reference_arm.lr),
+        "other_rates": measured and not both_chosen and (arm.lr is None or arm.lr != reference_arm.lr),
         "unequal_trials": both_chosen and arm.lr_scores.keys() != reference_arm.lr_scores.keys(),
         "at_chance": any(a.at_chance for a in arms),
         "chosen_on_test": any(r.config.training.choose_on == "test" for a in arms for r in a.records),

@@ -120,3 +120,14 @@ def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str
         if name in published and value is not None:
             rows.append((name, float(published[name]), float(value)))
     return rows
+
+
+def published_beside(config: RunConfig, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run of an experiment differs in, and the published figures with its own beside."""
+    experiment = get_experiment(str(config.experiment))
+    rows = beside(experiment, results)
+    return {
+        "experiment": experiment.id,
+        "differs_in": differences(experiment, config, results),
+        "beside": {name: {"published": theirs, "here": here} for name, theirs, here in rows},
+    }

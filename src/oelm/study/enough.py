@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oelm.study.decide import choice_noise
+from oelm.study.decide import LEVEL, choice_noise
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.two_way import half_width_of_answers, seeds_for_noise
 from oelm.training.resolve import objective_of
@@ -15,12 +15,14 @@ MEANS = ("accuracy", "exact_match", "f1")  # of items between 0 and 1
 
 
 def how_much_is_enough(setting: Setting, out: Path) -> str:
-    """One sentence on a task: what its test items can show and, once there are trials, its seeds."""
-    table, share = setting.study.table, setting.larger_is_better
+    """One sentence on a task: by its test items alone, and once the trials are there by their noise. A study
+    that looks several times is described at its last look."""
+    table, share, looks = setting.study.table, setting.larger_is_better, setting.study.looks
+    seeds, level = looks[-1], 1 - LEVEL / len(looks)
     unit = "points" if share else "%"
     bound = table.margin if share else 100 * math.log1p(table.margin / 100)
     items = len(np.unique(objective_of(setting.config, setting.store).groups("test")))
-    by_chance, worst = half_width_of_answers(DISAGREE, table.seeds, items)
+    by_chance, worst = half_width_of_answers(DISAGREE, seeds, items, level)
     known, hopeless = setting.metric in MEANS, worst > bound
     never = f"; then no number of seeds is enough for the margin of {table.margin:g}" if hopeless else ""
     noise, df = choice_noise(_trials(setting, out))
@@ -29,14 +31,14 @@ def how_much_is_enough(setting: Setting, out: Path) -> str:
         if not known:
             return f"{start}; what they can show by {setting.metric} is known once runs have been tested"
         return (
-            f"{start}; where two runs disagree on {DISAGREE:.0%} of them, {table.seeds} seeds show a "
+            f"{start}; where two runs disagree on {DISAGREE:.0%} of them, {seeds} seeds show a "
             f"difference of ±{by_chance:.2g} {unit} at best, ±{worst:.2g} if it is always on the same "
             f"items{never or f' (the margin is {table.margin:g})'}"
         )
-    width, needed = seeds_for_noise(noise, table.seeds, bound)
+    width, needed = seeds_for_noise(noise, seeds, bound, level)
     count = f"{needed} seeds" if needed else "more than 999 seeds"
     text = (
-        f"{setting.task}: by the noise of the trials {table.seeds} seeds show a difference of about "
+        f"{setting.task}: by the noise of the trials {seeds} seeds show a difference of about "
         f"±{_told(width, share):.2g} {unit}, and the margin of {table.margin:g} takes {count}"
     )
     if not known:

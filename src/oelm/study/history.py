@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from oelm.errors import UserError
-from oelm.study.catalogue import Experiment, differences, get_experiment
+from oelm.study.catalogue import Experiment, beside, differences, get_experiment
 from oelm.study.record_checks import is_number
 from oelm.study.records import Record, mean_of
 from oelm.study.result_types import Group
@@ -110,8 +110,9 @@ class Course:
 
     @cached_property
     def published(self) -> Row:
-        """The same numbers as published: `history` (step -> metrics, on the same split), `time`,
-        `parameters`, `efficiency`, `last_training_loss`; only what was published. And `differs_in`."""
+        """The same numbers as published: `beside` (name -> published and here), `history` (step -> metrics,
+        on the same split), `time`, `parameters`, `efficiency`, `last_training_loss`; only what was published.
+        And `differs_in`."""
         if self.experiment is None:
             return {}
         given = self.experiment.published
@@ -125,9 +126,12 @@ class Course:
         times["step_median_s"] = given.get("median_seconds_per_step")
         names = {"perplexity": "perplexity", "per_parameter": "perplexity_per_parameter"}
         names["per_hour"] = "perplexity_per_hour"
-        counts = given.get("parameters", {})
+        counts, pairs = given.get("parameters", {}), defaultdict(list)
+        for name, theirs, here in (row for r in self.records for row in beside(self.experiment, r.results)):
+            pairs[name, theirs].append(here)
         figures: Row = {
             "experiment": self.experiment.id,
+            "beside": {n: {"published": p, "here": fmean(values)} for (n, p), values in pairs.items()},
             "history": dict(history),
             "time": {name: seconds for name, seconds in times.items() if seconds is not None},
             "parameters": counts | ({"frozen_share": counts["frozen"] / counts["total"]} if counts else {}),

@@ -127,22 +127,26 @@ def seeds_needed(interval: Overall, half_width: float) -> int | None:
     return next((seeds for seeds in range(2, 1001) if interval.half_width(seeds) <= half_width), None)
 
 
-def half_width_of_answers(disagree: float, seeds: int, items: int) -> tuple[float, float]:
-    """Half of the 95 % interval of a difference in accuracy, in points, when only the share of test items on
-    which two runs disagree is known: at best (pure chance) and at worst (always the same items)."""
+def half_width_of_answers(
+    disagree: float, seeds: int, items: int, level: float = 0.95
+) -> tuple[float, float]:
+    """Half of the interval of a difference in accuracy, in points, when only the share of test items on which
+    two runs disagree is known: at best (pure chance) and at worst (always the same items)."""
     from scipy import stats
 
     error = 100 * math.sqrt(disagree / items)
-    wide = float(stats.t.ppf(0.975, items - 1)) * error
+    wide = float(stats.t.ppf((1 + level) / 2, items - 1)) * error
     return wide / math.sqrt(seeds), wide
 
 
-def seeds_for_noise(noise: float, seeds: int, half_width: float) -> tuple[float, int | None]:
-    """Half of the 95 % interval over so many seeds of runs with this standard deviation, and the seeds, below
+def seeds_for_noise(
+    noise: float, seeds: int, half_width: float, level: float = 0.95
+) -> tuple[float, int | None]:
+    """Half of the interval over so many seeds of runs with this standard deviation, and the seeds, below
     1,000, that would make it `half_width`."""
     from scipy import stats
 
     def width(n: int) -> float:
-        return float(stats.t.ppf(0.975, n - 1)) * noise * math.sqrt(2 / n)
+        return float(stats.t.ppf((1 + level) / 2, n - 1)) * noise * math.sqrt(2 / n)
 
     return width(max(2, seeds)), next((n for n in range(2, 1000) if width(n) <= half_width), None)

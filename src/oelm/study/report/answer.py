@@ -52,7 +52,8 @@ def clause(view: View, comparison: Comparison) -> str:
         if told.low is None or told.low == told.high:
             return view.words("answer.open_flat", **values)
         key = "answer.open_family" if comparison.only_family else "answer.open"
-        return view.words(key, **values, narrow=_narrowing(view, comparison))
+        narrow = view.words("list.semicolon").join(_narrowing(view, comparison))
+        return view.words(key, **values, narrow=narrow)
     if verdict == "equivalent":
         values["diff"] = view.amount(group, numbers.signed(told.mean, digits))
         values["p"] = numbers.equals(comparison.margin_p_holm)
@@ -68,21 +69,23 @@ def clause(view: View, comparison: Comparison) -> str:
     return view.words(f"answer.{verdict}_{group.kind}", **values)
 
 
-def _narrowing(view: View, comparison: Comparison) -> str:
-    """What would narrow an interval that decides nothing: more seeds, or only more test items."""
+def _narrowing(view: View, comparison: Comparison) -> list[str]:
+    """What an undecided interval is wide from, and what would narrow it: seeds, test items or trials."""
     overall, group = comparison.overall, comparison.group
     assert overall is not None
     bound = group.bound(comparison.margin)
     if comparison.combined is not None and comparison.combined.spread > bound:
-        return view.words("answer.narrow_rates")
+        return [view.words("answer.narrow_rates")]
+    share = overall.share_items
+    source = [view.words("answer.source", share=f"{100 * share:.0f} %")] if share is not None else []
     needed = seeds_needed(overall, bound)
     if needed is not None:
-        return view.words("answer.narrow_seeds", count=max(needed, overall.seeds + 1))
+        return [*source, view.words("answer.narrow_seeds", count=max(needed, overall.seeds + 1))]
     if overall.half_width() <= bound:
-        return view.words("answer.narrow_many")
+        return [*source, view.words("answer.narrow_many")]
     width = group.shown(overall.half_width())
     text = view.amount(group, numbers.fixed(width, numbers.digits_for(-width, width)))
-    return view.words("answer.narrow_items", items=numbers.count(overall.items), width=text)
+    return [*source, view.words("answer.narrow_items", items=numbers.count(overall.items), width=text)]
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
@@ -179,14 +182,15 @@ def _conditions(view: View) -> str:
     if not arms:
         key = "unmeasured"
     elif all(arm.chosen for arm in arms):
-        key = "chosen"
+        key = "near_ties" if any(arm.near_ties for arm in arms) else "chosen"
     else:
         key = "same" if len(lrs) == 1 and None not in lrs else "other"
     if len(view.analysis.groups) > 1:
         return view.words(f"answer.{key}", detail="", tail=_trivial_anywhere(view))
     texts = []
     for arm in arms:
-        lr = "/".join(numbers.learning_rate(lr) for lr in sorted({record.lr for record in arm.records}))
+        lrs_of = sorted({record.lr for runs in arm.by_lr for record in runs})
+        lr = "/".join(map(numbers.learning_rate, lrs_of))
         texts.append(lr if key == "same" else f"{arm.method} {lr}")
     detail = view.words("answer.detail", lrs=view.words.items(dict.fromkeys(texts))) if texts else ""
     return view.words(f"answer.{key}", detail=detail, tail=_trivial(view, view.analysis.groups[0]))

@@ -58,7 +58,6 @@ def forest(view: View, kind: str) -> Figures | None:
 
     def paint(axes: Any) -> None:
         axes.axvspan(shown(-bound), shown(bound), color=BAND, lw=0)
-        axes.axvline(0, color=FAINT, lw=1)
         for place, comparison in enumerate(rows):
             _forest_row(view, axes, comparison, len(rows) - 1 - place)
         axes.set_ylim(-0.45, len(rows) - 0.1)
@@ -80,6 +79,7 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None
     combined, items = told(comparison.combined), items and told(items)
     place = view.colours[comparison.method]
     shade = _colour(place)
+    axes.plot([0, 0], [y - 0.4, y + 0.2], color=FAINT, lw=1, zorder=1)  # not through the label above
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
     if combined.low is not None:

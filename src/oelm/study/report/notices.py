@@ -2,13 +2,14 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oelm.study.matrix import Cell
 from oelm.study.record_checks import is_number
 from oelm.study.report.answer import problems
+from oelm.study.report.numbers import NOTHING
 from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Group
 from oelm.system.messages import Notice, Span, notice, text_of
@@ -62,13 +63,18 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
     for change in analysis.changes:
-        yield (
-            "changed",
-            notice("study.changed", key=change["key"], old=str(change["from"]), new=str(change["to"])),
-        )
+        old, new = (_told(change[side]) for side in ("from", "to"))
+        yield "changed", notice("study.changed", key=change["key"], old=old, new=new)
     yield from _other_verdicts(view)
     if analysis.unplanned:
         yield "changed", notice("study.unplanned")
+
+
+def _told(value: Any) -> str:
+    """A value of a study's table as its file has it; an arm with settings by its name."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = ", ".join(str(v.get("arm", v.get("name")) if isinstance(v, dict) else v) for v in value)
+    return NOTHING if value in (None, "") else str(value)
 
 
 def _other_verdicts(view: View) -> Iterable[tuple[str, Notice]]:

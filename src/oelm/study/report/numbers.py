@@ -18,8 +18,8 @@ def fixed(value: float | None, digits: int) -> str:
         return NOTHING
     if math.isinf(value):
         return "∞" if value > 0 else f"{MINUS}∞"
-    text = f"{value:.{digits}f}"
-    if float(text) == 0:
+    text = f"{value:,.{digits}f}"
+    if not text.strip("-0."):
         text = text.removeprefix("-")
     return text.replace("-", MINUS)
 
@@ -32,11 +32,16 @@ def signed(value: float | None, digits: int) -> str:
 
 
 def significant(value: float | None, figures: int = 3) -> str:
-    """With this many figures and never an exponent: 4.69, 47.2, 1234."""
+    """With this many figures and never an exponent: 4.69, 47.2, 1,234."""
     if value is None or not math.isfinite(value) or value == 0:
         return fixed(value, 0)
     before = math.floor(math.log10(abs(value))) + 1
     return fixed(value, max(0, figures - before))
+
+
+def figure(value: float) -> str:
+    """A figure of any size: 0.06168, 4.14, 44,896,768."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def learning_rate(lr: float | None) -> str:
@@ -62,7 +67,7 @@ def equals(p: float | None) -> str:
 
 
 def count(number: int | None) -> str:
-    return NOTHING if number is None else f"{number:,}".replace(",", " ")  # a narrow space that never breaks
+    return NOTHING if number is None else f"{number:,}"
 
 
 def memory(number: float | None) -> str:

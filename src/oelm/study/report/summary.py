@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.console import Group as RichGroup
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from oelm.study.history import courses
 from oelm.study.records import Record, mean_of
 from oelm.study.report import tables
 from oelm.study.report.answer import answer
+from oelm.study.report.document import TableCell
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
@@ -28,12 +31,12 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
     file = io.StringIO()
     console = Console(file=file, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
     for group in analysis.groups:
-        results = tables.results(view, group, published=False)
+        results = tables.results(view, group, most_keys=1)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
         for name, letter in zip(results.head, results.align, strict=True):
             table.add_column(Text(name), justify="left" if letter == "l" else "right", overflow="fold")
         for row in results.rows:
-            table.add_row(*(Text(f"{cell.text}\n  {cell.detail}".rstrip()) for cell in row))
+            table.add_row(*map(_cell, row))
         console.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
     warned = notices(view)
     sentences = [*answer(view), *(listed.text for listed in warned if listed.kind == "unevaluated")]
@@ -42,6 +45,11 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
     for sentence in sentences:
         console.print(Text(sentence))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _cell(cell: TableCell) -> RichGroup | Text:
+    """The text, and its detail below, indented."""
+    return RichGroup(cell.text, Padding(cell.detail, (0, 0, 0, 2))) if cell.detail else Text(cell.text)
 
 
 def as_plain(analysis: Analysis, lang: str = "en") -> dict[str, Any]:
@@ -73,7 +81,11 @@ def _group(view: View, group: Group) -> dict[str, Any]:
         **_picked(group, "task", "model", "metric", "precision"),
         "reference": group.reference_arm,
         "references": group.trivial_baselines,
-        "published": {experiment.id: value for experiment, value in view.published(group)},
+        "published": {
+            experiment.id: {"value": value, "split": experiment.published.get("split")}
+            | {"differs_in": view.differs(experiment, group)}
+            for experiment, value in view.published(group)
+        },
         "arms": [_arm(group, arm) for arm in group.arms.values()],
         "training": [course.to_plain() for course in courses(group)],
     }

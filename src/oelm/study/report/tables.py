@@ -10,6 +10,7 @@ from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Comparison, Group
 
 MOST_BADGES = 12
+MOST_KEYS = 4  # in which a published recipe differs; the JSON has all
 TONES = {"better": "good", "worse": "bad", "equivalent": "", "open": "quiet", "void": "quiet"}
 Row = Sequence[str | TableCell]
 
@@ -18,8 +19,8 @@ def name_cell(view: View, method: str, detail: str = "") -> TableCell:
     return TableCell(method, detail, colour=view.colours[method])
 
 
-def results(view: View, group: Group, published: bool = True) -> Table:
-    """The test score of every method, with trivial baselines and perhaps published figures below."""
+def results(view: View, group: Group, most_keys: int = MOST_KEYS) -> Table:
+    """The test score of every method, with trivial baselines and published figures below."""
     words, perplexity = view.words, group.metric == "perplexity"
     head = [
         words("table.method"),
@@ -29,24 +30,25 @@ def results(view: View, group: Group, published: bool = True) -> Table:
         words("table.verdict"),
     ]
     rows: list[Row] = [_result(view, group, arm) for arm in group.arms.values()]
-    # Rows without a comparison: label, detail, score, bits per byte.
-    beside = list(_without_collapsed(view, group))
+    # Rows without a comparison: label, detail, score, bits per byte, and the score's split unless it is test.
+    beside = [(*row, "") for row in _without_collapsed(view, group)]
     for name, metrics in group.trivial_baselines.items():
         bits, value = numbers.fixed(metrics.get("bits_per_byte"), 3), view.value(group, metrics[group.metric])
-        beside.append((words.name("trivial", name), words("table.trivial"), value, bits))
-    for experiment, score in view.published(group) if published else ():
+        beside.append((words.name("trivial", name), words("table.trivial"), value, bits, ""))
+    for experiment, score in view.published(group):
         lr = numbers.learning_rate(experiment.config["training"]["lr"])
         split = words.name("split", str(experiment.published.get("split")))
         differing = view.differs(experiment, group)
+        keys = words.items([*differing[:most_keys], *["..."] * (len(differing) > most_keys)])
         key = "table.published_note" if differing else "table.published_exact"
-        note = words(key, id=experiment.id, lr=lr, split=split, keys=words.items(differing))
+        note = words(key, id=experiment.id, lr=lr, split=split, keys=keys)
         label = words("table.published", method=experiment.config["method"]["name"])
         value = view.value(group, score, 2 if group.kind == "share" else 1)
-        beside.append((label, note, value, numbers.NOTHING))
-    for label, detail, value, bits in beside:
-        texts = [value, *([bits] if perplexity else []), "", ""]
-        quiet = [TableCell(text, tone="quiet") for text in texts]
-        rows.append([TableCell(label, detail, tone="quiet"), *quiet])
+        elsewhere = "" if experiment.published.get("split") == "test" else split
+        beside.append((label, note, value, numbers.NOTHING, elsewhere))
+    for label, detail, value, bits, split in beside:
+        quiet = [TableCell(text, tone="quiet") for text in (*([bits] if perplexity else []), "", "")]
+        rows.append([TableCell(label, detail, tone="quiet"), TableCell(value, split, tone="quiet"), *quiet])
     return make_table(head, rows, view.title(group), left=(0, -1))
 
 

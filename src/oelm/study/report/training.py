@@ -21,7 +21,8 @@ def training(view: View) -> list[Block]:
         of_group = courses(group)
         if not of_group:
             continue
-        blocks += [_recipe(view, course.published) for course in of_group if course.published]
+        for course in (course for course in of_group if course.published):
+            blocks += [_recipe(view, course.published), _beside(view, course.published)]
         histories: list[Block] = [_history(view, group, course) for course in of_group if course.history]
         blocks += [*histories, _note(view, "history")] if histories else []
         blocks += _noted(view, _at_steps(view, group, of_group), "at_steps")
@@ -46,6 +47,16 @@ def _recipe(view: View, published: Row) -> Paragraph:
     keys = view.words.items(published["differs_in"])
     name = "training.recipe_differs" if keys else "training.recipe_same"
     return Paragraph(view.words(name, id=published["experiment"], keys=keys))
+
+
+def _beside(view: View, published: Row) -> Table:
+    """Every published figure that the runs have too."""
+    head = [published["experiment"], view.words("training.as_published"), view.words("training.here")]
+    rows = [
+        [name, *(numbers.figure(row[side]) for side in ("published", "here"))]
+        for name, row in published.get("beside", {}).items()
+    ]
+    return make_table(head, rows)
 
 
 def _scored(group: Group) -> str:

@@ -22,9 +22,6 @@ def table() -> dict[str, dict[str, str]]:
     return sentences() | read_sentences(text)
 
 
-MOST_KEYS = 4  # in which a published recipe differs
-
-
 class Words:
     """The texts of one language. Values are put in as they are: escaping is the templates' work. `level` is
     that of a study's intervals."""
@@ -144,17 +141,17 @@ class View:
         left_out = ("method", "training.seed", "training.test", "training.lr")
         record = next((r for arm in group.arms.values() for r in arm.records), None)
         keys = differences(experiment, record.config, record.results) if record else []
-        names = [key.rpartition(".")[2] for key in keys if not key.startswith(left_out)]
-        return [*names[:MOST_KEYS], *(["..."] if len(names) > MOST_KEYS else [])]
+        return [key for key in keys if not key.startswith(left_out)]
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
-        """The published experiments on this task with this model, and their figure on its metric."""
-        pairs = []
+        """The published experiments on this task with this model, or that a run started from, and their
+        figure on its metric."""
+        pairs, ids = [], {record.results.get("experiment") for record in group.records}
         for experiment in list_experiments():
             config, figures = experiment.config, experiment.published
             value = figures.get(group.metric, figures.get(f"best_{group.metric}"))
             same = (config["task"]["name"], config["model"]["name"]) == (group.task, group.model)
-            if experiment.variant_of is None and same and value is not None:
+            if value is not None and (experiment.id in ids or (same and experiment.variant_of is None)):
                 pairs.append((experiment, float(value)))
         return pairs
 
