@@ -7,12 +7,13 @@ import torch
 
 import oelm
 from oelm.bench.load import made_stream, made_texts
-from oelm.config import RunConfig, make_config, resolve_config
+from oelm.config import RunConfig, TaskConfig, make_config, resolve_config
 from oelm.data import open_store
+from oelm.study.catalogue import experiment_config, list_experiments
 from oelm.study.design import StudyConfig
 from oelm.training import loop
 from oelm.training.loop import train
-from oelm.training.resolve import objective_of, prepare_data, resolve_run
+from oelm.training.resolve import choice_of, objective_of, prepare_data, resolve_run
 from tests.data.made import labelled
 from tests.training.runs import make_store
 
@@ -57,6 +58,42 @@ def test_warnings_come_with_the_run():
     assert run.precision == "fp32"
     codes = [warning.code for warning in run.warnings]
     assert codes[0] == "training.fp16_on_cpu" and codes[-1] == "training.chosen_on_test"
+
+
+def test_the_smallest_model_learns_its_own_vocabulary_from_a_corpus():
+    """On a task, unless one is named: what is published keeps GPT-2's."""
+    tokenizer = lambda model, **task: choice_of(TaskConfig(**task), model).tokenizer  # noqa: E731
+    assert tokenizer("gpt-tiny", name="wikitext-2") == "train:8192"
+    assert tokenizer("gpt-tiny", name="wikitext-2", tokenizer="gpt2") == "gpt2"
+    assert tokenizer("gpt-small", name="wikitext-2") is tokenizer("gpt-tiny", name="imdb") is None
+    assert tokenizer("gpt-tiny", data="x.csv") is tokenizer(None, name="wikitext-2") is None
+    for experiment in list_experiments():
+        config = experiment_config(experiment.id)
+        chosen = choice_of(config.task, config.model.name).tokenizer
+        assert chosen in (config.task.tokenizer, config.model.name)
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "percent"),
+    [
+        ("gpt-tiny", 50_257, 93), ("gpt-tiny", 8_192, None), ("gpt-small", 50_257, 80),
+        ("gpt-medium-512", 50_257, None),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_far_larger_than_the_model_is_noted(model, vocabulary, percent):
+    stream = made_stream(32 * 20, vocabulary, 32)
+    codes = {
+        note.code: note.values for note in resolved({"steps": 1}, stream, model={"name": model}).warnings
+    }
+    assert ("training.large_vocabulary" in codes) == (percent is not None)
+    if percent is not None:  # the model as it is built says the same
+        assert codes["training.large_vocabulary"]["percent"] == percent
+        built = oelm.OelmGPTForCausalLM(oelm.gpt_config(model, vocab_size=vocabulary))
+        parts = {name: value.numel() for name, value in built.named_parameters()}
+        assert percent == round(100 * parts["transformer.wte.weight"] / sum(parts.values()))
+    texts = made_texts("made", [5, 9] * 20, vocabulary, 32)
+    notes = resolved({"steps": 1}, texts, model={"name": model}).warnings
+    assert all(note.code != "training.large_vocabulary" for note in notes), "a classifier has no such head"
 
 
 def test_what_cannot_run_is_refused():

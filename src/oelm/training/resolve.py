@@ -17,11 +17,16 @@ from oelm.data.tasks.base import Objective, TaskKind
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
 from oelm.models.build import check_gpt, default_model
-from oelm.models.gpt_sizes import PRESETS
+from oelm.models.gpt_sizes import PRESETS, SIZES
 from oelm.models.pretrained import check_checkpoint
 from oelm.system.files import read_object
 from oelm.system.messages import Notice, notice
+from oelm.system.terminal import say
 from oelm.training.folder import read_config
+
+# GPT-2's vocabulary is 93 % of the smallest model, and on a CPU nearly all of a language model's step.
+SMALL, SMALL_TOKENIZER = "gpt-tiny", "train:8192"
+LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def resolve_run(
         full, rest = divmod(training.epochs or 0, 1)
         total = max(1, plan.steps(int(full)) + (round(rest * len(plan.epoch(int(full)))) if rest else 0))
     warmup = int(training.warmup * total) if training.warmup < 1 else int(training.warmup)
-    warnings = [warning, *store.warnings]
+    warnings = [warning, *store.warnings, large_vocabulary(str(config.model.name), objective)]
     warnings += notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
@@ -78,6 +83,19 @@ def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | 
     return wanted, None
 
 
+def large_vocabulary(model: str, objective: Objective) -> Notice | None:
+    """A note on a reference GPT most of which is the embedding of its tokens: as a language model it computes
+    little else."""
+    if model not in SIZES or not objective.kind.predicts_tokens:
+        return None
+    layers, width, _, positions = SIZES[model]
+    tokens = objective.store.vocab_size
+    share = tokens / (tokens + positions + 12 * layers * width)  # of (..) x width numbers, norms left out
+    if share <= LARGEST_SHARE:
+        return None
+    return notice("training.large_vocabulary", model=model, vocabulary=tokens, percent=round(100 * share))
+
+
 def _with_model(config: RunConfig, device: torch.device) -> RunConfig:
     """The config with its model named: the device's default, or the model folder of a run that is named."""
     name = model_folder(config.model.name or default_model(device))
@@ -89,6 +107,8 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     config = _with_model(config, device)
     task, model = config.task, str(config.model.name)
     choice = choice_of(task, model)
+    if show and model == SMALL and task.name and choice.tokenizer != task.tokenizer:
+        say(f"note: {notice('training.small_tokenizer', model=model, tokenizer=choice.tokenizer)}", err=True)
     if config.training.choose_on != "test" and not choice.has_validation:
         raise UserError(
             f"{choice.data} has no validation split: it needs task.hold_out = true or, to repeat a published "
@@ -160,6 +180,8 @@ def choice_of(task: TaskConfig, model: str | None) -> Choice:
         check_gpt(model, task_kind("seq2seq"))
     values = {key: value for key, value in vars(task).items() if key not in ("name", "data", "tokenizer")}
     tokenizer = task.tokenizer or (model if model and model not in PRESETS else None)
+    if tokenizer is None and model == SMALL and task.name and task_kind(get_task(task.name).kind).stream:
+        tokenizer = SMALL_TOKENIZER
     return Choice(str(task.name or task.data), **values, tokenizer=tokenizer)
 
 
