@@ -49,7 +49,7 @@ def test_the_kernels_in_tritons_interpreter(file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "86", "90", "120"])
+@pytest.mark.parametrize("capability", ["80", "86", "90", "100", "120"])
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: str, tmp_path: Path) -> None:
     """The interpreter takes much that the compiler refuses, and a GPU has as much shared memory as it has."""
     run("compile_kernels.py", capability, TRITON_CACHE_DIR=str(tmp_path))

@@ -50,7 +50,7 @@ def _text(record: dict[str, Any]) -> str:
             head += f"compute capability {device['compute_capability']}"
         lines.append(head)
         if device["why_not"] is None:
-            lines.append("  oelm.speed is not installed: the plain path")
+            lines.append("  speed/ is not installed: the plain path")
         for path, why in (device["why_not"] or {}).items():
             lines.append(f"  {path.replace('_', ' '):<14} {f'no: {why}' if why else 'yes'}")
     return "\n".join(lines)
