@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from oelm.speed.adamw import RecordableAdamW, fresh_state
-from oelm.speed.kernels import adamw_triton, attention_triton, cross_entropy_triton, joint_triton, norm_triton
+from oelm.speed.kernels import (
+    adamw_triton,
+    attention_triton,
+    cross_entropy_triton,
+    heads_triton,
+    joint_triton,
+    norm_triton,
+)
 from oelm.speed.kernels.rows_triton import row_sums
 
 
@@ -45,6 +52,8 @@ def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
         bounds = torch.tensor([0, 3, 16], dtype=torch.int32, device=device)
         for causal, packed in ((True, None), (False, bounds)):
             joint_triton.forward(zeros(1, 16, 3, 2, 64), packed, causal, 0.125)[0].sum().backward()
+        q, k, v, seed = *(zeros(1, 2, 16, 64) for _ in range(3)), bounds[:1].long()
+        heads_triton.forward(q, k, v, bounds, seed, False, 0.125, 0.1, 0)[0].sum().backward()
 
     def value_only() -> None:
         q, k = zeros(1, 2, 16, 64, grad=False), zeros(1, 2, 16, 64, grad=False)
