@@ -162,7 +162,7 @@ def resolve_study(
 
 def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
-    from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings
+    from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
     from oelm.study.enough import how_much_is_enough
     from oelm.study.folder import StudyFolder
     from oelm.system.progress import duration
@@ -171,11 +171,12 @@ def describe(study: "Study", out: Path) -> str:
     settings = prepare_settings(study)
     check_methods(settings)
     estimates = [estimate_run(setting) for setting in settings]
-    places = make_launcher(study, estimates, out).places
+    launcher = make_launcher(study, estimates, out)
     methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     seeds, measured, widens = study.looks[0], methods * study.looks[0], choosing and table.widen
     looks = ", ".join(map(str, study.looks))
+    times, whole, tried = study_time(settings, estimates, launcher, (choosing, measured))
     lines = [
         f"methods   {', '.join(study.arms)}",
         f"metric    {', '.join(dict.fromkeys(setting.metric for setting in settings))}",
@@ -185,17 +186,16 @@ def describe(study: "Study", out: Path) -> str:
         + (f"; looked at after {looks} until all is decided" if table.until_decided else ""),
         f"compared  {'; '.join(f'{one} - {other}' for one, other in study.contrasts)}",
     ]
-    total = 0.0
-    for setting, estimate in zip(settings, estimates, strict=True):
-        total += estimate["time_s"] * (choosing + measured)
+    for setting, estimate, seconds in zip(settings, estimates, times, strict=True):
         lines.append(
             f"{setting.task}: {setting.config.model.name}, {choosing} trials + {measured} measured runs"
             f"{' (more where learning rates nearly tie)' if choosing else ''}, "
-            f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(estimate['time_s'])} each"
+            f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(seconds)} each"
         )
+    besides = "without a wider grid and near-ties" if tried else "within a factor of two"
     lines.append(
-        f"in all    {len(settings) * (choosing + measured)} runs, {places} side by side: about "
-        f"{duration(total / places)} (within a factor of two; without a wider grid)"
+        f"in all    {len(settings) * (choosing + measured)} runs, {launcher.places} side by side: about "
+        f"{duration(whole)} ({besides})"
     )
     lines += [f"enough    {how_much_is_enough(setting, out)}" for setting in settings]
     keys = {setting.key for setting in settings}

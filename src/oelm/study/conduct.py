@@ -12,6 +12,7 @@ from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.study.design import Study
+from oelm.study.estimate import evaluations, measure_pace, span
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
@@ -67,6 +68,32 @@ def estimate_run(setting: Setting) -> dict[str, float]:
         config, objective_of(config, store), process_state().device, setting.study.table.gpus_per_run
     )
     return results.estimate(build_model(config, store)[0], store.kind, run)
+
+
+def study_time(
+    settings: list[Setting], estimates: list[dict[str, float]], launcher: Launcher, runs: tuple[int, int]
+) -> tuple[list[float], float, bool]:
+    """Seconds of a measured run of each setting, and of a whole study with so many trials and measured `runs`
+    of each; and whether they were measured here. Otherwise they are those of the estimates."""
+    try:
+        environments = launcher.environments()
+        paces = [measure_pace(setting, environments) if environments else None for setting in settings]
+    finally:
+        launcher.close()
+    seconds, phases = [], []
+    for setting, estimate, pace in zip(settings, estimates, paces, strict=True):
+        trial = measured = estimate["time_s"]
+        if pace is not None:
+            config = setting.run_config(setting.any_cell)
+            run = resolve_run(config, objective_of(config, setting.store), process_state().device)
+            trial, measured = (
+                pace.run(run.total_steps, evaluations(run), tested) for tested in (False, True)
+            )
+        seconds.append(measured)
+        phases.append([*zip(runs, (trial, measured), strict=True)])
+    # The study, its workers and its report have to be imported.
+    starts = 3 * max(pace.start if pace else 0.0 for pace in paces)
+    return seconds, starts + span(phases, launcher.places), None not in paces
 
 
 def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) -> Launcher:

@@ -1,0 +1,218 @@
+"""How long a study will take: some real steps and a piece of evaluation, measured as its runs will be made.
+
+`python -m oelm.study.estimate` is the process that measures. As many are started as the study trains runs
+side by side, each in the environment of a worker. They measure together: runs slow one another down.
+"""
+
+import hashlib
+import heapq
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from oelm.system.files import cache_dir, read_object, write_json
+
+if TYPE_CHECKING:
+    from oelm.study.folder import Setting
+    from oelm.training.resolve import ResolvedRun
+
+WARM, TIMED = 2.0, 3.0  # seconds of steps: the first ones, in which memory fills up and graphs are recorded
+KEPT = 86_400.0  # seconds that a measurement stands for its machine
+PATIENCE = 600.0  # seconds until all processes have measured
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds, of one run among others side by side."""
+
+    start: float  # of a process, until it can build a model
+    setup: float  # of a run: its data, its model
+    warming: float  # what the first steps take longer
+    step: float
+    evaluation: float  # of the split that choices are made on
+    test: float
+
+    def run(self, steps: int, evaluations: int, tested: bool) -> float:
+        """Seconds of a run in a process that has started. At its end the best weights are put back, compared
+        and written, which takes about as long as making them."""
+        beside = 2 * self.setup + self.warming
+        return beside + steps * self.step + evaluations * self.evaluation + tested * self.test
+
+
+def evaluations(run: "ResolvedRun") -> int:
+    """How often a run is evaluated: every so many steps or epoch, and at its end."""
+    every = run.config.training.eval_every or len(run.plan.epoch(0))
+    return -(-run.total_steps // every)
+
+
+def span(phases: list[list[tuple[int, float]]], places: int) -> float:
+    """Seconds until all runs are made, each started as soon as there is a place. For every task a list of
+    phases, (runs, seconds of one), of which each waits for the one before."""
+    free = [0.0] * places
+    waiting = [(0.0, task, 0) for task, of_task in enumerate(phases) if of_task]
+    end = 0.0
+    while waiting:
+        due, task, phase = heapq.heappop(waiting)
+        runs, seconds = phases[task][phase]
+        ends = due
+        for _ in range(runs):
+            ended = max(heapq.heappop(free), due) + seconds
+            heapq.heappush(free, ended)
+            ends = max(ends, ended)
+        end = max(end, ends)
+        if phase + 1 < len(phases[task]):
+            heapq.heappush(waiting, (ends, task, phase + 1))
+    return end
+
+
+def measure_pace(setting: "Setting", environments: list[dict[str, str]]) -> Pace | None:
+    """What a run of this setting takes here, with one process in each of these environments; None where a
+    process fails or takes too long."""
+    config = setting.run_config(setting.any_cell)
+    job = json.dumps({"config": config.to_dict(), "store": str(setting.store.folder)})
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY")
+    seen = [
+        [name in env and (name.endswith("DIRECTORY") or env[name]) for name in names] for env in environments
+    ]
+    key = hashlib.sha256(json.dumps([setting.key, sys.version, job, seen]).encode()).hexdigest()
+    kept = cache_dir() / "timings" / f"{key[:32]}.json"
+    with suppress(Exception):  # whatever is wrong with it, it can be measured again
+        if time.time() - kept.stat().st_mtime < KEPT:
+            return Pace(**read_object(kept))
+    try:
+        pace = _measure_together(job, environments)
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, asdict(pace))
+    return pace
+
+
+def _measure_together(job: str, environments: list[dict[str, str]]) -> Pace:
+    began, pipe = time.monotonic(), subprocess.PIPE
+    command = [sys.executable, "-m", "oelm.study.estimate"]
+    processes = [
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, text=True,
+            start_new_session=True,  # as workers have: Linux divides busy cores among sessions
+        )
+        for env in environments
+    ]  # fmt: skip
+    too_late = threading.Timer(PATIENCE, _kill, [processes])
+    too_late.start()
+    try:
+        _tell(processes, job)
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # its model is built
+        start = time.monotonic() - began
+        _tell(processes, "go")
+        paces = [json.loads(process.communicate()[0]) for process in processes]
+    finally:
+        too_late.cancel()
+        _kill(processes)
+        for process in processes:
+            with process:  # close its pipes
+                pass
+    pace = {name: fmean(pace[name] for pace in paces) for name in paces[0]}
+    return Pace(start=max(0.0, start - pace["setup"]), **pace)
+
+
+def _kill(processes: "list[subprocess.Popen[str]]") -> None:
+    for process in processes:
+        process.kill()
+
+
+def _tell(processes: "list[subprocess.Popen[str]]", line: str) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+
+class _Enough(Exception):
+    """A part of an evaluation tells what all of it takes."""
+
+
+def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]) -> float:
+    """Seconds of an evaluation; of a long one the first batches are made, and all batches are as large."""
+    from oelm.training.evaluate import evaluate
+
+    began, seconds = wait(), 0.0
+
+    def watch(done: int, of: int) -> None:
+        nonlocal seconds
+        if done > 0 and (taken := wait() - began) > TIMED:
+            seconds = taken * of / done
+            raise _Enough
+
+    step.sync()
+    with suppress(_Enough):
+        evaluate(step.model, objective, split, step.autocast, step.layout, watch)
+    return seconds or wait() - began
+
+
+def main() -> None:
+    """Measure one job: build and open everything, say so, wait for the others, measure."""
+    import torch
+
+    from oelm.config import rebuild_config
+    from oelm.data import open_store
+    from oelm.models.build import build_model
+    from oelm.system.plugins import load_plugins
+    from oelm.training.parallel import process_state, same_bits
+    from oelm.training.resolve import objective_of, resolve_run
+    from oelm.training.step import make_step
+
+    job = json.loads(sys.stdin.readline())
+    state = process_state()
+    started = time.monotonic()
+    config, store = rebuild_config(job["config"]), open_store(job["store"])
+    load_plugins(config.plugins)
+    objective = objective_of(config, store)
+    run = resolve_run(config, objective, state.device)
+    with same_bits(config.training.deterministic, state.device):
+        step = make_step(run, objective, build_model(run.config, store)[0], state)
+        setup = time.monotonic() - started
+        print("ready", flush=True)
+        sys.stdin.readline()
+
+        def wait() -> float:
+            if state.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.monotonic()
+
+        def steps(first: int, seconds: float) -> tuple[int, float]:
+            """Take steps for so long: the next one's number, and the seconds of a token."""
+            began, tokens, number = wait(), 0, first
+            for _, k, batches in run.plan.schedule(first):
+                if number - first >= 2 and time.monotonic() - began > seconds:
+                    break
+                tokens += step.take(number, batches, k)[2]
+                number += 1
+            return number, (wait() - began) / tokens
+
+        step.model.train()
+        warm_began = wait()
+        warm, _ = steps(0, WARM)
+        warm_s = wait() - warm_began
+        _, per_token = steps(warm, TIMED)
+        pace = {"setup": setup, "step": per_token * run.plan.mean_tokens}
+        pace["warming"] = max(0.0, warm_s - warm * pace["step"])
+        split = "test" if config.training.choose_on == "test" else "validation"
+        pace["evaluation"] = _evaluation(step, objective, split, wait)
+    sizes = {name: float(objective.plan(name, 1, None, None).lengths.sum()) for name in (split, "test")}
+    pace["test"] = pace["evaluation"] * sizes["test"] / sizes[split]
+    print(json.dumps(pace))
+
+
+if __name__ == "__main__":
+    main()
