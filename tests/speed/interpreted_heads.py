@@ -130,3 +130,19 @@ def test_registered_as_torch_wants_it() -> None:
     q, k, v = (x.requires_grad_() for x in drawn())
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(forward, (q, k, v, BOUNDS, seeded(1), False, SCALE, 0.1, 0), test_utils=checks)
+
+
+def test_the_trial_of_the_kernel_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from oelm.speed import trial
+
+    assert trial.why_no_heads(DEVICE) is None
+    trial.why_no_heads.cache_clear()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(trial.heads_triton, "forward", broken)
+    assert trial.why_no_heads(DEVICE) == (
+        "our kernel for packed attention does not run here: no such instruction"
+    )
+    trial.why_no_heads.cache_clear()

@@ -45,9 +45,13 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, max_length: in
     if attention_name(model) != "sdpa":
         return f"its attention is {attention_name(model)}"
     if not operations.have_attention(device, dtype, config.hidden_size // config.num_attention_heads):
-        return "our kernel for packed attention does not run here"
+        return "our kernel for packed attention is not for this device"
     longest = operations.LONGEST_DROPPED
-    return f"texts may have more than {longest:,} tokens" if max_length > longest else None
+    if max_length > longest:
+        return f"texts may have more than {longest:,} tokens"
+    from oelm.speed.trial import why_no_heads
+
+    return why_no_heads(device)
 
 
 class PackedForward:
