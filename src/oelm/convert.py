@@ -169,7 +169,7 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
     freezes something else, as `top-2` does in a model of two layers."""
     freezes_something, empty = "embeddings" in method.freeze, {}
     for role, layers in method.freeze.items():
-        depths = {site.num_layers for site in sites if site.role == role}
+        depths = {site.num_layers for site in sites if role in (site.role, "norms")}
         if any(select_layers(layers, depth) for depth in depths):
             freezes_something = True
         elif depths:

@@ -30,9 +30,9 @@ class Method:
     gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
             "own" gives each head the spectral norm its block had.
-    freeze  role -> the layers whose parameters never train: "all", or a selection as in Python:
-            ":-2" (all but the last two), "-2:" (the last two), "0,3,5". "blocks" stands for
-            every role of a layer that is not named itself.
+    freeze  role -> the layers whose parameters never train: "all", "first:4", "last:2", "even" (the layers
+            0, 2, ...), "odd", a list such as "0,3,5", or a slice as in Python: ":-2" (all but the last two).
+            "blocks" stands for every role of a layer that is not named itself.
     scores  "differentiable": gradients flow through the attention scores, even of frozen q and k, to the
             layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
@@ -116,16 +116,20 @@ def _known(value: Any, known: tuple[str, ...], what: str) -> None:
 def select_layers(selection: str, num_layers: int) -> set[int]:
     """The layer numbers a selection names in a stack of this many layers."""
     every = range(num_layers)
-    if selection == "all":
-        return set(every)
     selection = selection.replace(" ", "")
+    if selection in (named := {"all": every, "even": every[::2], "odd": every[1::2]}):
+        return set(named[selection])
+    if match := re.fullmatch(r"(first|last):(\d+)", selection):
+        count = int(match[2])
+        return set(every[:count] if match[1] == "first" else every[max(0, num_layers - count) :])
     if re.fullmatch(r"(-?\d+)?:(-?\d+)?", selection) and selection != ":":
         start, stop = (int(part) if part else None for part in selection.split(":"))
         return set(every[start:stop])
     if re.fullmatch(r"-?\d+(,-?\d+)*", selection):
         # A number beyond the stack selects nothing, as a slice does.
         return {i % num_layers for i in map(int, selection.split(",")) if -num_layers <= i < num_layers}
-    raise UserError(f"{selection!r} does not select layers; use 'all', ':-2', '-2:' or '0,3,5'")
+    known = "'all', 'first:4', 'last:2', 'even', 'odd', '0,3,5' or ':-2'"
+    raise UserError(f"{selection!r} does not select layers; use {known}")
 
 
 def freezes_only_embeddings(selection: str, num_layers: int) -> bool:
