@@ -81,6 +81,12 @@ class MethodConfig(_Table):
     freeze: dict[str, str] | None = None
     scores: str | None = None
     lora: int | None = None
+    freeze_ratio: float | None = None
+    freeze_ratio_of: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.freeze_ratio is not None and self.freeze is not None:
+            raise UserError("method.freeze and method.freeze_ratio are both given; keep one")
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -89,21 +95,15 @@ class MethodConfig(_Table):
 # Two ways to say how long, and how large a batch: a run has one of each pair.
 ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
 
-# Keys of [training], which of their values are allowed, and that in words.
-BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (
-        ("lr", "epochs", "steps", "batch_size", "batch_tokens", "accumulate", "keep", "log_every", "eps"),
-        lambda value: 0 < value < math.inf,
-        "positive",
-    ),
-    (
-        ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping"),
-        lambda value: 0 <= value < math.inf,
-        "0 or more",
-    ),
-    (("label_smoothing", "chance_after"), lambda value: 0 <= value <= 1, "between 0 and 1"),
-    (("layer_decay",), lambda value: 0 < value <= 1, "above 0 and at most 1"),
-)
+# What numbers of [training] must be, in words and as a test, and which keys.
+BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "positive": (lambda value: 0 < value < math.inf, (
+        "lr", "epochs", "steps", "batch_size", "batch_tokens", "accumulate", "keep", "log_every", "eps")),
+    "0 or more": (lambda value: 0 <= value < math.inf, (
+        "warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping")),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, ("label_smoothing", "chance_after")),
+    "above 0 and at most 1": (lambda value: 0 < value <= 1, ("layer_decay",)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class TrainingConfig(_Table):
             object.__setattr__(self, "batch_size", 16)
         if self.early_stopping and self.choose_on == "last":
             raise UserError("training.early_stopping needs a best evaluation; choose_on = 'last' has none")
-        for names, fits, must in BOUNDS:
+        for must, (fits, names) in BOUNDS.items():
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not fits(value):

@@ -17,6 +17,10 @@ START_ROLES = (*HEAD_ROLES, "ffn_in", "ffn_out")
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
+RATIO_OF = {
+    "all": "all parameters",
+    "blocks": "the layers' weight matrices",
+}  # what freeze_ratio is a share of
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Method:
     scores  "differentiable": gradients flow through the attention scores, even of frozen q and k, to the
             layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
+
+    freeze_ratio     in place of `freeze`: at most this share of `freeze_ratio_of` is frozen, q and k first,
+                     then the feed-forward weights (see `oelm.models.freeze_ratio`). Only what is frozen
+                     starts as `start` says, by default orthonormal. `convert` fills in `freeze` and `start`.
+    freeze_ratio_of  "all" parameters, or "blocks": the layers' weight matrices.
     """
 
     name: str = "custom"
@@ -45,6 +54,8 @@ class Method:
     freeze: Mapping[str, str] = field(default_factory=dict)
     scores: str = "differentiable"
     lora: int = 0
+    freeze_ratio: float | None = None
+    freeze_ratio_of: str = "all"
 
     def __post_init__(self) -> None:
         for name in ("start", "freeze"):
@@ -74,18 +85,33 @@ class Method:
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
             raise UserError("'polar' uses the weights that the model has, which init = 'fresh' contradicts")
-        if self.gain not in GAINS and not (
-            isinstance(self.gain, int | float)
-            and not isinstance(self.gain, bool)
-            and 0 < self.gain < float("inf")
-        ):
+        if self.gain not in GAINS and not _is_positive(self.gain):
             raise UserError(f"gain must be a positive number, 'family' or 'own', not {self.gain!r}")
+        self._check_ratio()
+
+    def _check_ratio(self) -> None:
+        _known(self.freeze_ratio_of, tuple(RATIO_OF), "freeze_ratio_of")
+        if self.freeze_ratio is None:
+            if self.freeze_ratio_of != Method.freeze_ratio_of:
+                raise UserError(f"freeze_ratio_of = {self.freeze_ratio_of!r} needs a freeze_ratio")
+            return
+        if not _is_positive(self.freeze_ratio) or self.freeze_ratio > 1:
+            raise UserError(f"freeze_ratio must be above 0 and at most 1, not {self.freeze_ratio!r}")
+        if others := [role for role in self.freeze if role not in START_ROLES]:
+            raise UserError(
+                f"freeze_ratio freezes {', '.join(START_ROLES)} only, but method {self.name} also freezes "
+                f"{', '.join(others)}"
+            )
+
+    def freezes(self, role: str, layer: int, num_layers: int) -> bool:
+        """Whether a role's parameters in this layer of a stack of so many are frozen."""
+        return role in self.freeze and layer in select_layers(self.freeze[role], num_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, the inverse of `from_dict`. Keys added later are left out while they have their
         default, so that older records keep their identity."""
         values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
-        for name in ("scores", "lora"):
+        for name in ("scores", "lora", "freeze_ratio", "freeze_ratio_of"):
             if values[name] == getattr(Method, name):
                 del values[name]
         return values
@@ -106,6 +132,10 @@ class Method:
             return preset
         words = ", ".join(f"{key}={_brief(value)}" for key, value in changes.items())
         return replace(preset, name=f"{preset.name} ({words})", **changes)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _known(value: Any, known: tuple[str, ...], what: str) -> None:
