@@ -239,3 +239,9 @@ def test_a_run_resumes_exactly(machine, tmp_path):
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert results["method"] == "oelm (freeze_ratio=0.3)"
     assert 0 < results["parameters"]["frozen"] <= 0.3 * results["parameters"]["total"]
+
+
+def test_a_run_beyond_reach_is_refused_before_it_begins(machine, tmp_path):
+    ended = machine.run(machine.config(), tmp_path / "run", "--set", "method.freeze_ratio=0.99")
+    assert ended.code == 2 and "freeze_ratio 0.99 is out of reach" in ended.message, ended.text
+    assert "Traceback" not in ended.text and not (tmp_path / "run").exists()
