@@ -8,6 +8,7 @@ import transformers
 
 import oelm
 from oelm.config import resolve_config
+from oelm.errors import UserError
 from oelm.method import PRESETS, Method
 from oelm.models.families import family_of, layers_of, relative_name, whole_model_roles
 from tests.data.made import parquet
@@ -105,6 +106,23 @@ def test_the_table_knows_every_layer_and_the_norms_of_the_embeddings(name):
 def test_norms_of_some_layers(name):
     found, names = trained(name, "baseline", "method.freeze.norms=-1:")
     assert names - found == in_layers(matching(names, NORMS[name]), name, {2})
+
+
+@every_family
+@pytest.mark.parametrize(("layers", "numbers"), [("first:1", {0}), ("last:2", {1, 2}), ("even", {0, 2})])
+def test_layers_by_words(name, layers, numbers):
+    found, names = trained(name, "oelm", f"method.freeze.q={layers}", f"method.freeze.k={layers}")
+    assert names - found == in_layers(matching(names, QK[name]), name, numbers)
+    found, names = trained(name, "baseline", f"method.freeze.norms={layers}")
+    assert in_layers(names - found, name, {0, 1, 2}) == in_layers(matching(names, NORMS[name]), name, numbers)
+
+
+@every_family
+@pytest.mark.parametrize("role", ["q", "ffn_out", "norms", "blocks"])
+@pytest.mark.parametrize("layers", ["first:0", "last:0", "3,4", "7:"])
+def test_a_selection_that_matches_no_layer_is_refused(name, role, layers):
+    with pytest.raises(UserError, match=f"= '{layers}' selects none of the model's 3 layers"):
+        trained(name, "baseline", f"method.freeze.{role}={layers}")
 
 
 def test_a_probe_is_a_run_like_any_other(oelm_cli, world, save):  # noqa: F811

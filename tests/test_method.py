@@ -66,6 +66,8 @@ def test_a_preset_can_be_overridden_field_by_field():
         ({"start": {"blocks": "orthogonal"}}, "role that can be initialised 'blocks'"),
         ({"init": "old"}, "init 'old'"),
         ({"freeze": {"q": "-:"}}, "does not select layers"),
+        ({"freeze": {"q": "first:-2"}}, "does not select layers; use 'all', 'first:4'"),
+        ({"freeze": {"q": "last"}}, "does not select layers"),
         ({"freeze": {"q": 0}}, "maps roles to words"),
         ({"freeze": ["q"]}, "maps roles to words"),
         ({"start": None}, "maps roles to words"),
@@ -107,6 +109,15 @@ def test_layers_by_number():
     assert select_layers("0,2,-1", 4) == {0, 2, 3}
     assert select_layers("7", 4) == set()
     assert select_layers("0, 2", 4) == {0, 2}
+
+
+@given(st.integers(1, 50), st.integers(0, 60))
+def test_layers_by_words(layers, count):
+    every = list(range(layers))
+    assert select_layers(f"first:{count}", layers) == set(every[:count])
+    assert select_layers(f"last: {count}", layers) == set(every[::-1][:count])
+    assert select_layers("even", layers) == {layer for layer in every if layer % 2 == 0}
+    assert select_layers("odd", layers) == set(every) - select_layers("even", layers)
 
 
 def test_a_method_is_a_value():

@@ -20,6 +20,7 @@ from oelm.models.gpt_sizes import size_name
 from oelm.system.files import read_file
 
 T = TypeVar("T")
+Role = Literal["q", "k", "v", "o", "ffn_in", "ffn_out", "norms", "embeddings", "head"]
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".conll", ".txt")  # of a user's own file
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
@@ -81,6 +82,12 @@ class MethodConfig(_Table):
     freeze: dict[str, str] | None = None
     scores: str | None = None
     lora: int | None = None
+    freeze_ratio: float | None = None
+    freeze_ratio_of: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.freeze_ratio is not None and self.freeze is not None:
+            raise UserError("method.freeze and method.freeze_ratio are both given; keep one")
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -89,21 +96,15 @@ class MethodConfig(_Table):
 # Two ways to say how long, and how large a batch: a run has one of each pair.
 ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
 
-# Keys of [training], which of their values are allowed, and that in words.
-BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (
-        ("lr", "epochs", "steps", "batch_size", "batch_tokens", "accumulate", "keep", "log_every", "eps"),
-        lambda value: 0 < value < math.inf,
-        "positive",
-    ),
-    (
-        ("warmup", "weight_decay", "clip", "eval_every", "save_every", "early_stopping"),
-        lambda value: 0 <= value < math.inf,
-        "0 or more",
-    ),
-    (("label_smoothing", "chance_after"), lambda value: 0 <= value <= 1, "between 0 and 1"),
-    (("layer_decay",), lambda value: 0 < value <= 1, "above 0 and at most 1"),
-)
+# What numbers of [training] must be, in words and as a test, and which keys.
+BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "positive": (lambda value: 0 < value < math.inf, ("lr", "lr_scale", "eps", "epochs", "steps", "keep",
+                 "batch_size", "batch_tokens", "accumulate", "log_every")),
+    "0 or more": (lambda value: 0 <= value < math.inf, ("warmup", "weight_decay", "weight_decay_scale",
+                  "clip", "eval_every", "save_every", "early_stopping")),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, ("label_smoothing", "chance_after")),
+    "above 0 and at most 1": (lambda value: 0 < value <= 1, ("layer_decay",)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class TrainingConfig(_Table):
     eps: float = 1e-8
     clip: float = 1.0  # 0: no clipping
     layer_decay: float = 1.0  # each layer's learning rate is that of the layer above times this
+    lr_scale: dict[Role, float] = field(default_factory=dict)  # role -> factor of its learning rate
+    weight_decay_scale: dict[Role, float] = field(default_factory=dict)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
@@ -154,10 +157,11 @@ class TrainingConfig(_Table):
             object.__setattr__(self, "batch_size", 16)
         if self.early_stopping and self.choose_on == "last":
             raise UserError("training.early_stopping needs a best evaluation; choose_on = 'last' has none")
-        for names, fits, must in BOUNDS:
+        for must, (fits, names) in BOUNDS.items():
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not fits(value):
+                numbers = value.values() if isinstance(value, dict) else [value]
+                if any(number is not None and not fits(number) for number in numbers):
                     raise UserError(f"training.{name} must be {must}, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas must be at least 0 and below 1, got {list(self.betas)}")
@@ -196,9 +200,7 @@ class RunConfig(_Table):
 
         `files=False` leaves out the names of a user's files, where they are known to hold the same rows.
         """
-        values = self.to_dict()
-        values.pop("arm", None)
-        values.pop("plugins", None)
+        values = {key: value for key, value in self.to_dict().items() if key not in ("arm", "plugins")}
         for name in () if files else ("data", "test_file"):
             values["task"].pop(name, None)
         for section, names in INCIDENTAL.items():
@@ -217,8 +219,9 @@ INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_eve
 # Keys added later: left out of the identity while they have their default, so that older records keep theirs.
 LATER: dict[str, dict[str, Any]] = {
     "task": {"hold_out": True},
-    "training": {"layer_decay": 1.0, "fast": True, "deterministic": True},
-}
+    "training": {"layer_decay": 1.0, "lr_scale": {}, "weight_decay_scale": {}, "fast": True,
+                 "deterministic": True},
+}  # fmt: skip
 
 # Flags of the command line: short names for common keys.
 FLAGS = {
@@ -269,7 +272,7 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: Any, kind: Any) -> str:
-    *section, _ = parts = [str(part) for part in error["loc"]] or [""]
+    *section, _ = parts = [str(part) for part in error["loc"] if part != "[key]"] or [""]
     if error["type"] == "unexpected_keyword_argument":
         for part in section:
             kind = next((f.default_factory for f in fields(kind) if f.name == part), None)

@@ -15,6 +15,7 @@ from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
 from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, score_scales
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
+from oelm.models.freeze_ratio import reached_share, resolve_ratio
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
 from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
@@ -32,6 +33,7 @@ def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0
     """
     method = get_method(method)
     _refuse_unfit(model)
+    method = resolve_ratio(model, method)
     own_config = copy.deepcopy(model.config)
     scratch = model.config.model_type == OelmGPTConfig.model_type and not model.config.name_or_path
     init = method.init if method.init != "auto" else "fresh" if scratch else "own"
@@ -48,8 +50,8 @@ def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0
 def apply_method(
     model: PreTrainedModel, method: Method, seed: int, init: str, measure: bool = False
 ) -> ConversionReport:
-    """`convert` on the model's own config and with `init` resolved to "fresh" or "own". With `measure` the
-    report has the scales of the scores."""
+    """`convert` on the model's own config, with `init` resolved to "fresh" or "own" and `freeze_ratio` to
+    `freeze`. With `measure` the report has the scales of the scores."""
     if not isinstance(seed, int | np.integer):
         raise UserError(f"seed must be a whole number, not {seed!r}")
     seed = int(seed)
@@ -65,6 +67,7 @@ def apply_method(
             (site, kind, _new_weight(site, kind, init, method, seed))
             for site in sites
             if (kind := method.start.get(site.role)) is not None
+            and (method.freeze_ratio is None or method.freezes(site.role, site.layer, site.num_layers))
         ]
     measure = measure and any(site.role in HEAD_ROLES for site, *_ in new)
     scales = score_scales(model) if measure else []
@@ -169,7 +172,7 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
     freezes something else, as `top-2` does in a model of two layers."""
     freezes_something, empty = "embeddings" in method.freeze, {}
     for role, layers in method.freeze.items():
-        depths = {site.num_layers for site in sites if site.role == role}
+        depths = {site.num_layers for site in sites if role in (site.role, "norms")}
         if any(select_layers(layers, depth) for depth in depths):
             freezes_something = True
         elif depths:
@@ -223,11 +226,7 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
 def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
     """Freeze what the method says and return the names. A fused matrix of which a part is frozen is split."""
     for site in find_sites(model):
-        frozen = [
-            role
-            for role in PARTS
-            if role in method.freeze and site.layer in select_layers(method.freeze[role], site.num_layers)
-        ]
+        frozen = [role for role in PARTS if method.freezes(role, site.layer, site.num_layers)]
         if site.part is not None and 0 < len(frozen) < len(PARTS):
             module = model.get_submodule(site.path)
             if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
@@ -261,6 +260,8 @@ def _report(
         start = "as it was"
         if kind is not None:
             start = f"{kind}, fresh" if _is_drawn(kind, init) else f"{kind}, from its own weight"
+            if method.freeze_ratio is not None and method.freeze[role] != "all":
+                start += ", where frozen"
         gains = {"-"}
         if role in HEAD_ROLES and kind not in (None, "normal"):
             numbers = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
@@ -288,6 +289,9 @@ def _report(
         frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         rows=tuple(rows),
         scores=scales,
+        freeze_ratio=method.freeze_ratio,
+        freeze_ratio_of=method.freeze_ratio_of,
+        reached=reached_share(model, method),
     )
 
 

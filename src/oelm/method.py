@@ -17,6 +17,10 @@ START_ROLES = (*HEAD_ROLES, "ffn_in", "ffn_out")
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
+RATIO_OF = {
+    "all": "all parameters",
+    "blocks": "the layers' weight matrices",
+}  # what freeze_ratio is a share of
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,17 @@ class Method:
     gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
             "own" gives each head the spectral norm its block had.
-    freeze  role -> the layers whose parameters never train: "all", or a selection as in Python:
-            ":-2" (all but the last two), "-2:" (the last two), "0,3,5". "blocks" stands for
-            every role of a layer that is not named itself.
+    freeze  role -> the layers whose parameters never train: "all", "first:4", "last:2", "even" (the layers
+            0, 2, ...), "odd", a list such as "0,3,5", or a slice as in Python: ":-2" (all but the last two).
+            "blocks" stands for every role of a layer that is not named itself.
     scores  "differentiable": gradients flow through the attention scores, even of frozen q and k, to the
             layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
+
+    freeze_ratio     in place of `freeze`: at most this share of `freeze_ratio_of` is frozen, q and k first,
+                     then the feed-forward weights (see `oelm.models.freeze_ratio`). Only what is frozen
+                     starts as `start` says, by default orthonormal. `convert` fills in `freeze` and `start`.
+    freeze_ratio_of  "all" parameters, or "blocks": the layers' weight matrices.
     """
 
     name: str = "custom"
@@ -45,6 +54,8 @@ class Method:
     freeze: Mapping[str, str] = field(default_factory=dict)
     scores: str = "differentiable"
     lora: int = 0
+    freeze_ratio: float | None = None
+    freeze_ratio_of: str = "all"
 
     def __post_init__(self) -> None:
         for name in ("start", "freeze"):
@@ -74,18 +85,33 @@ class Method:
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
             raise UserError("'polar' uses the weights that the model has, which init = 'fresh' contradicts")
-        if self.gain not in GAINS and not (
-            isinstance(self.gain, int | float)
-            and not isinstance(self.gain, bool)
-            and 0 < self.gain < float("inf")
-        ):
+        if self.gain not in GAINS and not _is_positive(self.gain):
             raise UserError(f"gain must be a positive number, 'family' or 'own', not {self.gain!r}")
+        self._check_ratio()
+
+    def _check_ratio(self) -> None:
+        _known(self.freeze_ratio_of, tuple(RATIO_OF), "freeze_ratio_of")
+        if self.freeze_ratio is None:
+            if self.freeze_ratio_of != Method.freeze_ratio_of:
+                raise UserError(f"freeze_ratio_of = {self.freeze_ratio_of!r} needs a freeze_ratio")
+            return
+        if not _is_positive(self.freeze_ratio) or self.freeze_ratio > 1:
+            raise UserError(f"freeze_ratio must be above 0 and at most 1, not {self.freeze_ratio!r}")
+        if others := [role for role in self.freeze if role not in START_ROLES]:
+            raise UserError(
+                f"freeze_ratio freezes {', '.join(START_ROLES)} only, but method {self.name} also freezes "
+                f"{', '.join(others)}"
+            )
+
+    def freezes(self, role: str, layer: int, num_layers: int) -> bool:
+        """Whether a role's parameters in this layer of a stack of so many are frozen."""
+        return role in self.freeze and layer in select_layers(self.freeze[role], num_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, the inverse of `from_dict`. Keys added later are left out while they have their
         default, so that older records keep their identity."""
         values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
-        for name in ("scores", "lora"):
+        for name in ("scores", "lora", "freeze_ratio", "freeze_ratio_of"):
             if values[name] == getattr(Method, name):
                 del values[name]
         return values
@@ -108,6 +134,10 @@ class Method:
         return replace(preset, name=f"{preset.name} ({words})", **changes)
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
 def _known(value: Any, known: tuple[str, ...], what: str) -> None:
     if value not in known:
         raise UserError(f"unknown {what} {value!r}; known: {', '.join(known)}")
@@ -116,16 +146,20 @@ def _known(value: Any, known: tuple[str, ...], what: str) -> None:
 def select_layers(selection: str, num_layers: int) -> set[int]:
     """The layer numbers a selection names in a stack of this many layers."""
     every = range(num_layers)
-    if selection == "all":
-        return set(every)
     selection = selection.replace(" ", "")
+    if selection in (named := {"all": every, "even": every[::2], "odd": every[1::2]}):
+        return set(named[selection])
+    if match := re.fullmatch(r"(first|last):(\d+)", selection):
+        count = int(match[2])
+        return set(every[:count] if match[1] == "first" else every[max(0, num_layers - count) :])
     if re.fullmatch(r"(-?\d+)?:(-?\d+)?", selection) and selection != ":":
         start, stop = (int(part) if part else None for part in selection.split(":"))
         return set(every[start:stop])
     if re.fullmatch(r"-?\d+(,-?\d+)*", selection):
         # A number beyond the stack selects nothing, as a slice does.
         return {i % num_layers for i in map(int, selection.split(",")) if -num_layers <= i < num_layers}
-    raise UserError(f"{selection!r} does not select layers; use 'all', ':-2', '-2:' or '0,3,5'")
+    known = "'all', 'first:4', 'last:2', 'even', 'odd', '0,3,5' or ':-2'"
+    raise UserError(f"{selection!r} does not select layers; use {known}")
 
 
 def freezes_only_embeddings(selection: str, num_layers: int) -> bool:

@@ -40,10 +40,14 @@ def test_the_store_knows_which_tokens_it_uses(store):
     assert set(np.flatnonzero(store.used_tokens())) == seen | {store.pad_id}
 
 
-def test_a_run_is_the_same_but_for_rows_nobody_uses(store, tmp_path):
+@pytest.mark.parametrize(
+    "scales", [{}, {"lr_scale": {"embeddings": 2.0}, "weight_decay_scale": {"embeddings": 3.0}}]
+)
+def test_a_run_is_the_same_but_for_rows_nobody_uses(store, tmp_path, scales):
     found = {}
     for fast in (True, False):
-        results = train(config(fast=fast, weight_decay=1.0), store, tmp_path / str(fast), show=False)
+        settings = config(fast=fast, weight_decay=1.0, **scales)
+        results = train(settings, store, tmp_path / str(fast), show=False)
         weights = load_file(tmp_path / str(fast) / "model" / "model.safetensors")
         checkpoint = load_file(
             tmp_path / str(fast) / "checkpoints" / "step-00000012" / "optimizer.safetensors"

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 GOOD, BAD = ["fine", "lovely", "great", "bright"], ["dull", "poor", "weak", "grey"]
 
 
+BY_ROLE = {"lr_scale": {"ffn_in": 0.5, "embeddings": 0.1}, "weight_decay_scale": {"v": 9.0}}
+
+
 def rows(n: int) -> str:
     """Texts of very unequal length whose label is in their words."""
     draw = random.Random(0)
@@ -67,6 +70,8 @@ def runs(tmp_path_factory):
         "fsdp-deep": config(fsdp=True, gradient_checkpointing=True, steps=3, eval_every=3, save_every=3),
     }
     ways["fsdp-deep"]["model"] = {"name": str(root / "deep")}
+    for way, values in {"ddp-roles": BY_ROLE, "fsdp-roles": BY_ROLE | {"fsdp": True}}.items():
+        ways[way] = config(**values) | {"method": {"name": "oelm", "freeze_ratio": 0.3}}
     for name, values in ways.items():
         (root / f"{name}.json").write_text(json.dumps(make_config(values).to_dict()))
     environment = {
@@ -85,7 +90,9 @@ def runs(tmp_path_factory):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[:6000]
-    for name, values in (("alone", config()), ("alone-accumulate", config(accumulate=2))):
+    by_role = config(**BY_ROLE) | {"method": {"name": "oelm", "freeze_ratio": 0.3}}
+    alone = {"alone": config(), "alone-accumulate": config(accumulate=2), "alone-roles": by_role}
+    for name, values in alone.items():
         train(make_config(values), store, root / name, show=False)
     return root
 
@@ -120,6 +127,14 @@ def test_results_agree(runs, way):
         torch.testing.assert_close(others[key], value, rtol=0, atol=2e-3)
     frozen = [key for key in weights if "q_proj" in key or "k_proj" in key]
     assert all(torch.equal(weights[key], others[key]) for key in frozen)
+
+
+@pytest.mark.parametrize("way", ["ddp-roles", "fsdp-roles"])
+def test_rates_by_role_and_a_share_that_is_frozen(runs, way):
+    assert losses(runs / way) == pytest.approx(losses(runs / "alone-roles"), abs=1e-5)
+    assert losses(runs / way) != pytest.approx(losses(runs / "alone"), abs=1e-3)
+    audits = [json.loads((runs / name / "freeze_audit.json").read_text()) for name in ("alone-roles", way)]
+    assert audits[0] == audits[1] and audits[0]["frozen_parameters"] > 0
 
 
 def test_what_is_sharded_really_is(runs):

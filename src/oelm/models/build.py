@@ -19,6 +19,7 @@ from oelm.models.families import family_row
 from oelm.models.fit import positions_of
 from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
+from oelm.models.roles import role_scales
 from oelm.system.messages import Notice, notice
 
 
@@ -45,6 +46,8 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
             f"method {report.method} freezes all of {config.model.name}, which has no separate head for this "
             "task: nothing is left to train"
         )
+    for key in ("lr_scale", "weight_decay_scale"):
+        role_scales(model, config.training, key)  # refuse before the run begins what the model cannot do
     if note:
         report = replace(report, notes=(note,))
     return model, report

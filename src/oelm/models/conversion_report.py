@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oelm.method import HEAD_ROLES
+from oelm.method import HEAD_ROLES, RATIO_OF
 from oelm.models.families import Site, find_sites
 from oelm.system.messages import Notice
 
@@ -55,6 +55,9 @@ class ConversionReport:
     rows: tuple[Row, ...] = field(repr=False)
     scores: tuple[ScoreScale, ...] = field(default=(), repr=False)
     notes: tuple[Notice, ...] = field(default=(), repr=False)
+    freeze_ratio: float | None = None
+    freeze_ratio_of: str = "all"
+    reached: float | None = None  # the share that freeze_ratio froze
 
     @property
     def trainable(self) -> int:
@@ -89,6 +92,9 @@ class ConversionReport:
         )
 
     def _summary(self) -> Iterable[str]:
+        if self.reached is not None:
+            parts = RATIO_OF[self.freeze_ratio_of]
+            yield f"freeze_ratio {self.freeze_ratio}: {100 * self.reached:.2f} % of {parts}"
         if self.scores:
             before = _median([scale.before for scale in self.scores], ".3g")
             after = _median([scale.after for scale in self.scores], ".3g")

@@ -15,13 +15,14 @@ To support another architecture, add a row under its `config.model_type`, in a p
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from transformers import Conv1D
 
 from oelm.errors import UserError
-from oelm.method import Method, freezes_only_embeddings, select_layers
+from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, select_layers
 from oelm.models.fused import PARTS, SplitQKV, as_linear, part_view
 from oelm.system.plugins import Registry
 from oelm.system.private_peft import BASE_LAYER, base_layer
@@ -298,20 +299,21 @@ def whole_model_roles(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
 
 def frozen_names(model: nn.Module, method: Method) -> set[str]:
     """The full names of the parameters this method freezes in this model (fused matrices already split)."""
-    frozen = [
-        site.module
-        for site in find_sites(model)
-        if site.role in method.freeze
-        and site.layer in select_layers(method.freeze[site.role], site.num_layers)
-    ]
+    frozen: list[Any] = []
+    for site in find_sites(model):
+        if method.freezes(site.role, site.layer, site.num_layers):
+            weight_only = method.freeze_ratio is not None and site.role not in HEAD_ROLES
+            frozen += [site.module.weight] if weight_only else site.module.parameters(recurse=False)
     for role, modules in whole_model_roles(model).items():
+        selected: Iterable[nn.Module] = ()
         if method.freeze.get(role) == "all":
-            frozen += modules.values()
+            selected = modules.values()
         elif role in method.freeze:
-            frozen += _norms_of_layers(model, modules, method.freeze[role])
+            selected = _norms_of_layers(model, modules, method.freeze[role])
+        frozen += [p for module in selected for p in module.parameters(recurse=False)]
     # A tied parameter has several names; `named_parameters` reports it under the first.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)] for module in frozen for p in module.parameters(recurse=False)}
+    return {names[id(parameter)] for parameter in frozen}
 
 
 def _norms_of_layers(model: nn.Module, norms: dict[str, nn.Module], selection: str) -> list[nn.Module]:

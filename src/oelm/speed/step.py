@@ -23,7 +23,7 @@ from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
 from oelm.training.parallel import DTYPES
-from oelm.training.schedule import layer_scales, learning_rate, make_optimizer, shrinkage
+from oelm.training.schedule import learning_rate, make_optimizer, parameter_scales, shrinkage
 from oelm.training.step import PlainStep, Watch
 
 
@@ -225,8 +225,8 @@ class FastStep(PlainStep):
         put_back(self.raw, lambda name: self._shrinkage(name, steps))
 
     def _shrinkage(self, name: str, steps: int) -> float:
-        scales = layer_scales(self.raw, self.config.training.layer_decay)
-        return shrinkage(self.resolved, scales[name], steps)
+        scale, decay = parameter_scales(self.raw, self.config.training)[name]
+        return shrinkage(self.resolved, scale, decay, steps)
 
     def close(self) -> None:
         if self.forward is not None:

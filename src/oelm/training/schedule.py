@@ -10,6 +10,7 @@ from torch import nn
 from oelm.config import TrainingConfig
 from oelm.data.shuffle import shuffle_keys
 from oelm.models.families import family_of, layers_of, relative_name
+from oelm.models.roles import role_scales
 from oelm.training.resolve import ResolvedRun
 
 
@@ -27,10 +28,11 @@ def learning_rate(run: ResolvedRun, step: int) -> float:
     return training.lr
 
 
-def shrinkage(run: ResolvedRun, scale: float, steps: int) -> float:
-    """The factor by which weight decay alone shrinks a matrix in the first `steps` steps of a run."""
+def shrinkage(run: ResolvedRun, scale: float, decay: float, steps: int) -> float:
+    """The factor by which weight decay alone shrinks a matrix in the first `steps` steps of a run, where its
+    learning rate and its weight decay are multiplied by `scale` and `decay`."""
     rates = (learning_rate(run, step) * scale for step in range(steps))
-    return math.prod(1 - rate * run.config.training.weight_decay for rate in rates)
+    return math.prod(1 - rate * (run.config.training.weight_decay * decay) for rate in rates)
 
 
 def make_optimizer(
@@ -41,18 +43,19 @@ def make_optimizer(
     (norms, biases) are not decayed. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a
     tensor that is filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device
-    scales = layer_scales(model, training.layer_decay)
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    scales = parameter_scales(model, training)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault((scales[name], parameter.dim() >= 2), []).append(parameter)
+        scale, decay = scales[name]
+        groups.setdefault((scale, decay * (parameter.dim() >= 2)), []).append(parameter)
 
     def lr() -> Any:
         return torch.tensor(training.lr, device=device) if recordable else training.lr
 
     return (recordable or torch.optim.AdamW)(
         [
-            {"params": group, "weight_decay": training.weight_decay * matrix, "lr": lr(), "scale": scale}
-            for (scale, matrix), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+            {"params": group, "weight_decay": training.weight_decay * decay, "lr": lr(), "scale": scale}
+            for (scale, decay), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
         ],
         lr=lr(),
         betas=training.betas,
@@ -60,6 +63,14 @@ def make_optimizer(
         fused=device.type in ("cpu", "cuda"),
         capturable=recordable is not None,
     )
+
+
+def parameter_scales(model: nn.Module, training: TrainingConfig) -> dict[str, tuple[float, float]]:
+    """What each parameter's learning rate and weight decay are multiplied by."""
+    layers = layer_scales(model, training.layer_decay)
+    rates = role_scales(model, training, "lr_scale")
+    decays = role_scales(model, training, "weight_decay_scale")
+    return {name: (layers[name] * rates[name], decays[name]) for name in layers}
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
