@@ -154,6 +154,7 @@ def test_lines_of_a_pipe_come_when_they_are_there():
         assert list(lines) == ["two", "", None, "drei ü"]
 
 
+@pytest.mark.slow
 def test_a_program_that_asks_line_by_line_is_answered(tmp_path: Path) -> None:
     reader = make_reader("gpt")
     reader.model.save_pretrained(tmp_path)

@@ -65,6 +65,7 @@ def test_a_daemon_sees_one_gpu_and_stops_with_its_folder(install):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_leaves_no_daemon(install):
     told = install()
     code = "from oelm.study.launchers.mps import *; import time; MpsDaemon('0'); print('up', flush=True); "

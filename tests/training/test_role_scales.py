@@ -156,6 +156,7 @@ def test_flags_and_files_agree(tmp_path):
     assert resolve_config({}, path, {}, []) == config
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_and_differs(machine, tmp_path):
     scales = {"lr_scale": {"ffn_in": 0.5, "embeddings": 0.1}, "weight_decay_scale": {"v": 3.0}}
     plain, config = machine.config(steps=12), machine.config(steps=12, **scales)
