@@ -79,7 +79,9 @@ for head_dim in (64, 128):
                 options = attention_triton.launch_options(tiles, like)
                 plain = attention_triton.NOTHING_HIDDEN.arguments()
                 dropped = {"DROPOUT": True, "seed": MockTensor(torch.int64), "chance": 0.1}
-                hidden = [plain, plain | dropped] + ([] if causal else [plain | {"WINDOW": 64}])
+                hidden = [plain]
+                if head_dim == 64 and dtype == torch.bfloat16 and not causal:  # each takes seconds to compile
+                    hidden += [plain | dropped, plain | {"WINDOW": 64}]
                 for values in [{}] if kernel is attention_triton._value_kernel else hidden:
                     check(kernel, *tensors, *[strides] * count, **common, **more, **values, **options)
 check(adamw_triton._coast_kernel, *[numbers] * 5, 16, 7, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
