@@ -157,8 +157,9 @@ def tried(found: Capabilities, trials: dict[str, Callable[[], Any]], everything:
     return found
 
 
+@torch.compiler.assume_constant_result
 def runs(name: str, device: torch.device) -> bool:
-    """Whether this fast path runs on this device."""
+    """Whether this fast path runs on this device; torch.compile takes the answer for a constant."""
     return getattr(here(device), name) is None
 
 
