@@ -5,9 +5,10 @@
 
 Both train the same size on the same prepared token arrays for the same epochs, choose the best epoch on
 validation and test it once (benchmarks/plain_trainer.py), each as a process of its own, timed from its start
-until its results.json is written. `cold`: no compiled kernel (an empty TRITON_CACHE_DIR) and no trivial
-baselines are there yet; `warm`: those of the cold run are. Rounds of warm runs and of the Trainer's take
-turns. `--jobs`: a study, once for each number of runs side by side.
+until its results.json is written; one that takes longer than `--most` is stopped, and the record says so.
+`cold`: no compiled kernel (an empty TRITON_CACHE_DIR) and no trivial baselines are there yet; `warm`: those
+of the cold run are. Rounds of warm runs and of the Trainer's take turns. `--jobs`: a study, once for each
+number of runs side by side.
 """
 
 import argparse
@@ -30,11 +31,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "scikit-learn", "triton")
 
 
-def timed(command: list[str], log: Path, env: dict[str, str]) -> tuple[float, float]:
-    """Run a command: the time it started at, and the seconds until it ended. Its output goes to a file."""
+def timed(
+    command: list[str], log: Path, env: dict[str, str], most: float | None = None
+) -> tuple[float, float]:
+    """Run a command: the time it started at, and the seconds until it ended. Its output goes to a file.
+    subprocess.TimeoutExpired after `most` seconds."""
     began = time.time()
     with log.open("w") as file:
-        ended = subprocess.run(command, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT)
+        options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": most}
+        ended = subprocess.run(command, env=os.environ | env, **options)
     if ended.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
     return began, time.time() - began
@@ -94,10 +99,14 @@ def run_arms(asked: argparse.Namespace, work: Path, record: dict[str, Any]) -> N
         out = work / f"{number}-{arm}"
         command, read = arms[arm]
         command = [str(out) if word == "OUT" else word for word in command]
-        began, _ = timed(command, work / f"{number}.log", env)
         words = [word.replace(str(work), "WORK").replace(sys.executable, "python") for word in command]
         words = [word.replace(f"{ROOT}/", "") for word in words]
-        row = {"arm": arm, "command": " ".join(words), **read(out, began)}
+        row: dict[str, Any] = {"arm": arm, "command": " ".join(words)}
+        try:
+            began, _ = timed(command, work / f"{number}.log", env, asked.most)
+            row |= read(out, began)
+        except subprocess.TimeoutExpired:
+            row |= {"seconds": asked.most, "phases": {}, "stopped": True}
         record["runs"].append(row)
         print(f"{arm}: {row['seconds']} s {row['phases']}", flush=True)
         save(asked, record)
@@ -156,14 +165,17 @@ def table(record: dict[str, Any]) -> str:
     seconds: dict[str, list[float]] = {}
     for run in record["runs"]:
         seconds.setdefault(run["arm"], []).append(run["seconds"])
+    stopped = {run["arm"] for run in record["runs"] if run.get("stopped")}
     for arm, taken in seconds.items():
-        of_arm = [run["phases"] for run in record["runs"] if run["arm"] == arm]
+        of_arm = [run["phases"] for run in record["runs"] if run["arm"] == arm and run["phases"]] or [{}]
         middle = {name: statistics.median(one[name] for one in of_arm) for name in of_arm[0]}
         parts = ", ".join(f"{name} {value:.1f}" for name, value in middle.items())
-        rows.append(f"| {arm} | {len(taken)} | {statistics.median(taken):.1f} | {parts} |")
+        more = "more than " if arm in stopped else ""
+        rows.append(f"| {arm} | {len(taken)} | {more}{statistics.median(taken):.1f} | {parts} |")
     if {"trainer", "warm"} <= seconds.keys():
         ratio = statistics.median(seconds["trainer"]) / statistics.median(seconds["warm"])
-        rows.append(f"\nThe Trainer takes {ratio:.1f} times as long as `oelm train` does warm.")
+        more = "more than " if "trainer" in stopped else ""
+        rows.append(f"\nThe Trainer takes {more}{ratio:.1f} times as long as `oelm train` does warm.")
     if record["studies"]:
         rows += ["", "| side by side | runs | study, s | s a run |", "|---|---|---|---|"]
         rows += ["| {jobs} | {runs} | {seconds} | {per_run_s} |".format(**row) for row in record["studies"]]
@@ -178,6 +190,7 @@ def main() -> None:
     parser.add_argument("--size", default="gpt-medium-512")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of a warm run and a Trainer's")
+    parser.add_argument("--most", type=float, help="seconds after which a command is stopped")
     parser.add_argument("--leave-out", default="", help="of train, trainer, cold, warm; by commas")
     parser.add_argument("--jobs", default="", help="runs side by side of a study, by commas; default: none")
     parser.add_argument("--runs", type=int, default=16, help="measured runs of a study")
