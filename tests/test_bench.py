@@ -95,6 +95,7 @@ def test_every_work_is_in_the_record_with_all_that_is_promised(
             assert arm["peak_memory_bytes"] is None  # not separable on a CPU
 
 
+@pytest.mark.slow
 def test_freezing_is_measured_in_both_kinds_of_work_and_in_other_models(
     done: tuple[dict[str, Any], str, Path], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from oelm.config import (
 )
 from oelm.errors import UserError
 
-words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 
 
 @given(
@@ -88,7 +88,13 @@ def test_defaults():
         ({"training": {"label_smoothing": 2}}, "between 0 and 1"),
         ({"training": {"warmup": -1}}, "training.warmup must be 0 or more, got -1"),
         ({"training": {"betas": [0.9, 1.0]}}, "betas must be at least 0 and below 1"),
-        ({"task": "imdb"}, "task = .* does not fit"),
+        ({"training": {"lr": True}}, "training.lr must be a number, got true"),
+        ({"training": {"lr_scale": {"q": True}}}, "training.lr_scale.q must be a number, got true"),
+        ({"training": {"steps": 10**30}}, "training.steps has 31 digits"),
+        ({"task": {"data": "a\0b"}}, "task.data = .* is not text in UTF-8"),
+        ({"task": {"max_length": 10**12}}, "task.max_length must be between 1 and 1,048,576"),
+        ({"task": {"train_size": 0}}, "task.train_size must be positive"),
+        ({"task": "imdb"}, r"task must be a table, \[task\], got"),
         ({"method": {"freeze": {"q": 1}}}, "method.freeze.q = 1 does not fit"),
     ],
 )

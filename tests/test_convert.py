@@ -101,7 +101,8 @@ def test_every_method_on_every_family(name, method):
     except UserError as error:  # more columns than d_model, or what only the reference GPT can do
         too_wide = method.startswith("oelm-global") and name == "qwen3"
         no_lora = method == "lora" and (name == "oelm-gpt" or "pip install peft" in str(error))
-        assert too_wide or no_lora or (method == "oelm-value-only" and name != "oelm-gpt"), error
+        normed = PRESETS[method].qk_scale != "none" and name == "qwen3"
+        assert too_wide or no_lora or normed or (method == "oelm-value-only" and name != "oelm-gpt"), error
         assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
         return
     assert torch.equal(torch.get_rng_state(), rng), "the global generator is not used"
@@ -115,7 +116,9 @@ def test_every_method_on_every_family(name, method):
         weight = site.module.weight
         if site.part is None:
             frozen = (
-                select_layers(preset.freeze[site.role], site.num_layers) if site.role in preset.freeze else ()
+                select_layers(preset.freeze[site.role], site.num_layers)
+                if site.role in preset.freeze and not (preset.schedule and preset.schedule.freeze_at)
+                else ()
             )
             assert weight.requires_grad != (site.layer in frozen)
         kind = preset.start.get(site.role)

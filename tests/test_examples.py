@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-NEEDS = {"lightning_loop.py": "lightning"}
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+# One process for all of a kind: it waits for its imports once.
+RUN = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path, run_name='__main__')"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_example(path, tmp_path):
-    needed = NEEDS.get(path.name)
-    if needed and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+@pytest.mark.parametrize("lightning", [False, True])
+def test_examples(lightning, tmp_path):
+    if lightning and importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    paths = [path for path in EXAMPLES if ("lightning" in path.name) == lightning]
+    words = [sys.executable, "-c", RUN, *map(str, paths)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Audit(frozen_tensors=" in done.stdout.splitlines()[-1]
+    audits = [line for line in done.stdout.splitlines() if line.startswith("Audit(frozen_tensors=")]
+    assert len(audits) == len(paths) and done.stdout.splitlines()[-1] == audits[-1]

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import oelm
-from oelm.method import _PRESETS, BLOCKS, Method
-from oelm.models.families import frozen_names
+from oelm.method import _PRESETS, BLOCKS, QK_SCALES, Method
+from oelm.models.families import find_sites, frozen_names
+from oelm.models.frozen_state import At, frozen_at
+from oelm.models.learned import add_learned
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 HEADER = "| preset | start | frozen | trained, of Medium-512 | why it exists |\n|---|---|---|---|---|\n"
-ROW = re.compile(r"^\| `([a-z0-9-]+)` \|.*\| ([^|]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([a-z0-9-]+)` \|(?:[^|]*\|){3} ([^|]+) \|$", re.MULTILINE)
 TITLES = {
     "q": "Q", "k": "K", "v": "V", "o": "O", "ffn_in": "FFN", "ffn_out": "FFN", "norms": "norms",
     "embeddings": "embeddings",
@@ -42,6 +44,10 @@ def starts(method: Method) -> str:
     parts = [f"{', '.join(dict.fromkeys(titles))}: {text}" for text, titles in words.items()]
     if method.lora:
         parts.append(f"adapters of rank {method.lora} beside Q and V")
+    if method.qk_lora:
+        parts.append(f"adapters of rank {method.qk_lora} on Q and K: no change")
+    if method.qk_scale != "none":
+        parts.append(f"a factor for each {QK_SCALES[method.qk_scale]}: 1")
     return "; ".join(parts) or "as it was"
 
 
@@ -56,21 +62,46 @@ def freezes(method: Method) -> str:
         parts.append(names if layers == "all" else f"{names} `{layers}`")
     if method.scores == "constant":
         parts.append("no gradient through the scores")
-    return "; ".join(parts) or "nothing"
+    return "; ".join(parts + when(method)) or "nothing"
 
 
-def trained(method: Method) -> int:
-    """The parameters that a method trains in Medium-512, a language model whose head is its embedding."""
+def when(method: Method) -> list[str]:
+    """When a method's schedule freezes and unfreezes; shares of the steps in per cent."""
+    schedule = method.schedule
+    if schedule is None:
+        return []
+    words = []
+    if schedule.freeze_at:
+        words.append(f"from {schedule.freeze_at:.0%} of the steps on")
+    if schedule.polar:
+        words.append("made orthonormal then")
+    if schedule.unfreeze_at is not None:
+        words.append(f"until {schedule.unfreeze_at:.0%} of the steps, then unfrozen {schedule.order}")
+    return [", ".join(words).replace("%", " %").replace("top-down", "top down")]
+
+
+def trained(method: Method, share: float = 0.0) -> int:
+    """The parameters that a method trains in Medium-512, a language model whose head is its embedding, after
+    this share of a run."""
     with torch.device("meta"):
         model = oelm.OelmGPTForCausalLM(oelm.gpt_config("gpt-medium-512"))
-    frozen = frozen_names(model, method)
+        add_learned(model, method, 0, find_sites(model))
+    frozen = frozen_at(model, method, At(int(share * 1000), 1000))
     return sum(p.numel() for name, p in model.named_parameters() if name not in frozen)
+
+
+def trained_words(method: Method) -> str:
+    if method.lora:
+        return "-"
+    start = trained(method)
+    end = trained(method, 1.0) if method.schedule else start
+    return f"{start:,}" if start == end else f"{start:,}, at the end {end:,}"
 
 
 def table(reasons: dict[str, str]) -> str:
     rows = [
         f"| `{name}` | {starts(method)} | {freezes(method)} | "
-        f"{'-' if method.lora else f'{trained(method):,}'} | {reasons.get(name, '')} |\n"
+        f"{trained_words(method)} | {reasons.get(name, '')} |\n"
         for name, method in _PRESETS.items()
     ]
     return HEADER + "".join(rows)
@@ -97,7 +128,7 @@ def test_every_preset_has_a_reason_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "name", ["oelm", "oelm-q-only", "oelm-qk-ffn", "norms-only", "top-2", "oelm-value-only"]
+    "name", ["oelm", "oelm-q-only", "oelm-qk-ffn", "norms-only", "top-2", "oelm-value-only", "oelm-lora"]
 )
 def test_counts_are_those_of_a_conversion(name):
     model = oelm.OelmGPTForCausalLM(oelm.gpt_config("gpt-tiny", vocab_size=300))
@@ -112,6 +143,9 @@ def test_counts_of_the_reports():
     expected = {
         "baseline": 44_896_768,
         "oelm": 41_751_040,
+        "oelm-temperature": 41_751_040 + 6 * 8,
+        "oelm-scale": 41_751_040 + 6 * 512,
+        "oelm-lora": 41_751_040 + 6 * 2 * 8 * (512 + 512),
         "oelm-q-only": 44_896_768 - 6 * 512**2,
         "oelm-qk-ffn": 41_751_040 - 6 * (8 * 512**2 + 5 * 512),
         "linear-probe": 0,

@@ -150,3 +150,12 @@ def inputs(model: PreTrainedModel, rows: int = 4, length: int = 12) -> dict[str,
 def logits(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(**batch).logits
+
+
+def disturb(model: PreTrainedModel) -> None:
+    """Move what is learned beside frozen projections away from its start, where it changes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".learned_" in name:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.data += 0.3 * noise.to(parameter.dtype)

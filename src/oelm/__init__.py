@@ -2,8 +2,12 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from oelm.system.version import __version__
+
+if TYPE_CHECKING:
+    from oelm.inference.predictor import Predictor
 
 
 def _is_command_line() -> bool:
@@ -36,11 +40,24 @@ if not _is_command_line():
         OelmGPTModel,
     )
     from oelm.models.gpt_config import OelmGPTConfig, gpt_config
+    from oelm.study.request import report, study
+    from oelm.training.freezing import Freezing
+    from oelm.training.request import train
 
     __all__ = [
         "FAMILIES", "PRESETS", "Attention", "Audit", "AuditError", "ConversionReport", "Family",
-        "Fingerprint", "Method", "OelmGPTConfig", "OelmGPTForCausalLM", "OelmGPTForQuestionAnswering",
-        "OelmGPTForSequenceClassification", "OelmGPTForTokenClassification", "OelmGPTModel", "UserError",
-        "__version__", "audit", "convert", "create_oelm_classifier", "fingerprint", "get_method",
-        "gpt_config", "load", "refreeze", "release", "to_gpt2",
+        "Fingerprint", "Freezing", "Method", "OelmGPTConfig", "OelmGPTForCausalLM",
+        "OelmGPTForQuestionAnswering", "OelmGPTForSequenceClassification", "OelmGPTForTokenClassification",
+        "OelmGPTModel", "Predictor", "UserError", "__version__", "audit", "convert", "create_oelm_classifier",
+        "fingerprint", "get_method", "gpt_config", "load", "refreeze", "release", "report", "study",
+        "to_gpt2", "train",
     ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "Predictor":  # needs most of the package, and more packages than the rest
+            from oelm.inference.predictor import Predictor
+
+            return Predictor
+        raise AttributeError(f"module 'oelm' has no attribute {name!r}")

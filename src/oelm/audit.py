@@ -1,7 +1,7 @@
 """Check that what is frozen stayed frozen, bit for bit, and is still orthonormal."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from oelm.errors import AuditError, UserError
 from oelm.method import HEAD_ROLES, Method
 from oelm.models.families import block_gain, find_sites, frozen_names, relative_name
+from oelm.models.frozen_state import START, At, frozen_at, timeline_of, unfreezing_groups
+from oelm.models.learned import changed_kinds, is_factor, is_qk_adapter
 from oelm.models.lora import adapted_layers
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 from oelm.system.messages import Notice, notice
 from oelm.system.private_peft import is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
+
+LEARNED = (is_adapter, is_factor, is_qk_adapter)  # beside frozen weights, into which they are merged
+ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class Fingerprint:
     def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
         return cls(dict(values["frozen"]), tuple(values["trainable"]))
 
-    def merged(self) -> "Fingerprint":
-        """The same after adapters were merged: the weights they were merged into have no digest any more."""
+    def merged(self, into: Collection[str], present: Collection[str]) -> "Fingerprint":
+        """The same after what was learned beside frozen weights was merged, by PEFT or `into` these: they
+        have no digest any more. `present` are the names of all parameters that there are now."""
+        blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         return Fingerprint(
-            {plain_name(name): "" if is_adapted(name) else digest for name, digest in self.frozen.items()},
-            tuple(name for name in self.trainable if not is_adapter(name)),
+            {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
+            tuple(n for n in self.trainable if n in present or not any(learned(n) for learned in LEARNED)),
         )
 
 
@@ -70,15 +77,22 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     Wrong is: a frozen parameter whose bits differ from `before`; a parameter that is trainable although the
     method freezes it, or the reverse; a block that is no longer orthonormal. Without `before`, bits are
     compared with the digests that conversion left in the config.
+
+    A method with a schedule is checked as of the step that `oelm.Freezing` was told of last: what was frozen
+    in the course of training has the bits of that moment, and what was unfrozen has changed since.
     """
     model = unwrap(model)
     method = method_of(model)
-    if before is not None and method.lora and not adapted_layers(model):
-        before = before.merged()
+    into = merged_into(model, method)
+    if before is not None and (into or (method.lora and not adapted_layers(model))):
+        before = before.merged(into, {name for name, _ in model.named_parameters()})
+    kept = {n: since for n, since in frozen_at(model, method, at_of(model)).items() if n not in into}
     problems = [*_state_problems(model, method, before)]
-    problems += _digest_problems(model, method) if before is None else _changes(model, before)
+    problems += _digest_problems(model, [name for name, since in kept.items() if since or before is None])
+    if before is not None:
+        problems += [*_changes(model, method, before), *_untrained(model, method, before)]
     heads, largest, allowed = 0, 0.0, 0.0
-    for path, weight, blocks, gain in _orthonormal(model, method):
+    for path, weight, blocks, gain in _orthonormal(model, method, kept):
         deviations, limit = deviation(weight, blocks, gain), _allowed(weight)
         problems += [
             notice("audit.not_orthonormal", name=path, head=head, deviation=float(value), tolerance=limit)
@@ -122,9 +136,17 @@ def method_of(model: nn.Module) -> Method:
     return Method.from_dict(record_of(model)["method"])
 
 
+def at_of(model: nn.Module) -> At:
+    """The step of a schedule that a converted model has reached."""
+    return At(*record_of(model).get("at", START))
+
+
 def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None) -> Iterable[Notice]:
-    wanted = frozen_names(model, method)
-    expected = wanted | set(record_of(model)["already_frozen"] if before is None else before.frozen)
+    wanted = {*frozen_at(model, method, at_of(model))}
+    released = frozen_names(model, method) - wanted
+    expected = (
+        set(record_of(model)["already_frozen"] if before is None else before.frozen) - released | wanted
+    )
     known = None if before is None else set(before.frozen) | set(before.trainable)
     for name, parameter in model.named_parameters():
         if name in wanted and parameter.requires_grad:
@@ -139,18 +161,51 @@ def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None
         yield notice("audit.gone", name=name)
 
 
-def _changes(model: nn.Module, before: Fingerprint) -> Iterable[Notice]:
+def _changes(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[Notice]:
+    now = frozen_at(model, method, at_of(model))
+    meant = {name for name in frozen_names(model, method) if now.get(name) != 0}  # trained in between
     for name, parameter in model.named_parameters():
-        if before.frozen.get(name) and _digest(parameter) != before.frozen[name]:
+        if before.frozen.get(name) and name not in meant and _digest(parameter) != before.frozen[name]:
             yield notice("audit.changed", name=name)
 
 
-def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor, int, Any]]:
-    """Path, weight, number of blocks and gains of the frozen projections that must be orthonormal."""
-    wanted = frozen_names(model, method)
+def _untrained(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[Notice]:
+    """What was unfrozen long ago and has not changed: an optimizer that does not hold it never trains it."""
+    if not method.schedule:
+        return
+    groups, at = unfreezing_groups(model, method), at_of(model)
+    line = timeline_of(method.schedule, groups.values(), at.total)
+    for name, parameter in model.named_parameters():
+        steps = line.trained_for(groups[name], at.step) if name in groups else 0
+        # Some steps may be skipped (fp16), and the gradients of a bias may be 0.
+        if steps >= ENOUGH_STEPS and parameter.dim() > 1 and _digest(parameter) == before.frozen.get(name):
+            yield notice("audit.untrained", name=name, steps=steps)
+
+
+def merged_into(model: nn.Module, method: Method) -> set[str]:
+    """The frozen parameters that may hold what was learned beside them: all, unless that is there by itself
+    since the conversion."""
+    sites = find_sites(model) if method.learns else []
+    merged = [site for site in sites if getattr(site.module, "holds_learned", True)]
+    return {f"{site.path}.{kind}" for site in merged for kind in changed_kinds(method, site)}
+
+
+def holds_learned(model: nn.Module) -> bool:
+    """Whether anything was learned and merged into frozen weights since the conversion."""
+    into = merged_into(model, method_of(model))
+    return any(True for _ in _digest_problems(model, into))
+
+
+def _orthonormal(
+    model: nn.Module, method: Method, kept: Mapping[str, int]
+) -> Iterable[tuple[str, Tensor, int, Any]]:
+    """Path, weight, number of blocks and gains of the projections that must be orthonormal, among the `kept`
+    ones, which are frozen since these steps."""
     for site in find_sites(model):
-        kind = method.start.get(site.role)
-        if kind not in (*ORTHONORMAL_KINDS, "polar") or f"{site.path}.weight" not in wanted:
+        since, kind = kept.get(f"{site.path}.weight"), method.start.get(site.role)
+        if since:  # frozen in the course of training
+            kind = "polar" if method.schedule and method.schedule.polar and site.role in HEAD_ROLES else None
+        if since is None or kind not in (*ORTHONORMAL_KINDS, "polar"):
             continue
         weight = _full(site.weight)
         if site.role in HEAD_ROLES:
@@ -159,27 +214,27 @@ def _orthonormal(model: nn.Module, method: Method) -> Iterable[tuple[str, Tensor
             yield site.path, weight if weight.shape[0] <= weight.shape[1] else weight.t(), 1, 1.0
 
 
-def frozen_digest(model: nn.Module, method: Method) -> dict[str, dict[str, str]]:
-    """The digests of every tensor the method freezes, in each dtype a checkpoint may be loaded in."""
+def frozen_digest(model: nn.Module, method: Method, at: At) -> dict[str, dict[str, str]]:
+    """The digests of every tensor the method has frozen, in each dtype a checkpoint may be loaded in."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return {
         name: {
             str(dtype).removeprefix("torch."): _digest(tensor, dtype)
             for dtype in dict.fromkeys((tensor.dtype, *dtypes))
         }
-        for name, tensor in _frozen(model, method)
+        for name, tensor in _tensors(model, frozen_at(model, method, at))
     }
 
 
-def _digest_problems(model: nn.Module, method: Method) -> Iterable[Notice]:
-    """Compare with the digests in the config, in a dtype that holds the weights exactly.
+def _digest_problems(model: nn.Module, names: Collection[str]) -> Iterable[Notice]:
+    """Compare these with the digests in the config, in a dtype that holds the weights exactly.
 
     A model loaded in a narrower dtype than it was saved in has the digest of that dtype. One loaded in a
     wider dtype holds values that fit the narrower one, and has the digest of that. A tensor without a digest
     belongs to another task's head.
     """
     recorded = record_of(model)["digest"]
-    for name, tensor in _frozen(model, method):
+    for name, tensor in _tensors(model, names):
         digests = recorded.get(name, {})
         if digests and not any(
             _fits(tensor, getattr(torch, dtype)) and _digest(tensor, getattr(torch, dtype)) == digest
@@ -204,18 +259,18 @@ def _allowed(weight: Tensor) -> float:
     return max(tolerance(dtype) for dtype in (weight.dtype, *narrower))
 
 
-def _frozen(model: nn.Module, method: Method) -> list[tuple[str, Tensor]]:
-    """What the method freezes, under names that do not depend on the task's head."""
-    wanted = frozen_names(model, method)
+def _tensors(model: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
+    """The parameters of these names, under names that do not depend on the task's head."""
     return [
         (relative_name(model, name), _full(parameter.detach()))
         for name, parameter in model.named_parameters()
-        if name in wanted
+        if name in names
     ]
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
-    full = _full(tensor.detach()).to("cpu", dtype or tensor.dtype).contiguous()
+    # A copy: memory that numpy has seen cannot be freed by FSDP.
+    full = _full(tensor.detach()).to("cpu", dtype or tensor.dtype, copy=True).contiguous()
     digest = hashlib.blake2b(f"{tuple(full.shape)} {full.dtype}".encode(), digest_size=16)
     digest.update(full.view(torch.uint8).numpy().data)
     return digest.hexdigest()

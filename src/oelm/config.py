@@ -5,23 +5,24 @@ edge, where a user's file or flags come in, pydantic checks types and refuses un
 the machine add to it: `oelm.training.resolve`.
 """
 
-import functools
 import json
 import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal
 
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import size_name
 from oelm.system.files import read_file
+from oelm.system.library_errors import first_line
+from oelm.system.validation import checked
 
-T = TypeVar("T")
 Role = Literal["q", "k", "v", "o", "ffn_in", "ffn_out", "norms", "embeddings", "head"]
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".conll", ".txt")  # of a user's own file
+LONGEST = 1 << 20  # tokens of a text: more fits no model
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
@@ -50,6 +51,13 @@ class TaskConfig(_Table):
     max_target_length: int | None = None  # None: max_length
     tokenizer: str | None = None  # None: the model's own, gpt2 or, for a file, train:8192
     data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_length", LONGEST), ("max_target_length", LONGEST), ("train_size", None)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= (most or value):
+                must = f"between 1 and {most:,}" if most else "positive"
+                raise UserError(f"task.{name} must be {must}, got {value:,}")
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,11 @@ class MethodConfig(_Table):
     freeze: dict[str, str] | None = None
     scores: str | None = None
     lora: int | None = None
+    qk_scale: str | None = None
+    qk_lora: int | None = None
     freeze_ratio: float | None = None
     freeze_ratio_of: str | None = None
+    freeze_schedule: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.freeze_ratio is not None and self.freeze is not None:
@@ -143,6 +154,7 @@ class TrainingConfig(_Table):
     chance_after: float = 0.3  # share of the steps after which a run must beat the majority class
     stop_at_chance: bool = False
     test: bool = True  # False: never evaluate the test split, for a trial that chooses a learning rate
+    extended_from: tuple[int, ...] = ()  # steps at which a finished run was told to go on
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, mlflow, trackio
     seed: int = 0
 
@@ -220,12 +232,12 @@ INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_eve
 LATER: dict[str, dict[str, Any]] = {
     "task": {"hold_out": True},
     "training": {"layer_decay": 1.0, "lr_scale": {}, "weight_decay_scale": {}, "fast": True,
-                 "deterministic": True},
+                 "deterministic": True, "extended_from": ()},
 }  # fmt: skip
 
 # Flags of the command line: short names for common keys.
 FLAGS = {
-    **{name: f"{name}.name" for name in ("task", "model", "method")},
+    **{name: f"{name}.name" for name in ("task", "model", "method")}, "tracker": "training.trackers",
     **{
         name: f"task.{name}"
         for name in ("data", "text", "text_pair", "label", "target", "kind", "test_file", "train_size",
@@ -242,23 +254,6 @@ def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunC
     return checked(RunConfig, values, where)
 
 
-def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a nested mapping; an error names the first wrong key and what it may be."""
-    from pydantic import ValidationError
-
-    try:
-        return cast(T, _adapter(cast(Any, kind)).validate_python(dict(values)))
-    except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error.errors()[0], kind)}") from None
-
-
-@functools.cache
-def _adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
     """The inverse of `RunConfig.to_dict`, without pydantic: for a process that was handed one."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
@@ -271,30 +266,28 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def _explain(error: Any, kind: Any) -> str:
-    *section, _ = parts = [str(part) for part in error["loc"] if part != "[key]"] or [""]
-    if error["type"] == "unexpected_keyword_argument":
-        for part in section:
-            kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
-        known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
-        where = f"[{'.'.join(section)}]" if section else "the file"
-        return f"unknown key {'.'.join(parts)!r}; {where} has: {', '.join(known)}"
-    if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
-        return str(error["ctx"]["error"])
-    given = json.dumps(error.get("input"), default=str)
-    return f"{'.'.join(parts)} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
 def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
     """A TOML file as nested dictionaries; an error says in which line the file is wrong."""
     try:
-        return tomllib.loads(read_file(Path(path), follow).decode("utf-8"))
+        return parse_toml(read_file(Path(path), follow).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path} is not a TOML file: {first_line(error)}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML as nested dictionaries. Raises TOMLDecodeError, or ValueError for what no config holds."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
     except RecursionError:
-        raise UserError(f"{path} is not a TOML file: it is nested too deeply") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is not a TOML file: {error}") from None
+        raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number in it has thousands of digits") from None
 
 
 def flag_keys(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,7 +304,8 @@ def resolve_config(
         merge(values, read_toml(file))
     asked = overrides(flags, assignments)
     task, model = (values[name] if isinstance(values.get(name), dict) else {} for name in ("task", "model"))
-    if "name" in asked.get("model", {}) and task.get("tokenizer") == model.get("name"):
+    named = asked.get("model")
+    if isinstance(named, dict) and "name" in named and task.get("tokenizer") == model.get("name"):
         task.pop("tokenizer", None)  # drop the previous model's tokenizer
     return make_config(merge(values, asked), "options" if file is None else str(file))
 
@@ -352,9 +346,11 @@ def from_assignment(text: str) -> dict[str, Any]:
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.strip()):
         raise UserError(f"--set {text!r}: write it as section.key=value, for example training.lr=1e-3")
     try:
-        parsed = tomllib.loads(f"x = {value}")["x"]
+        parsed = parse_toml(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
+    except ValueError as error:
+        raise UserError(f"--set {key}: the value cannot be used: {error}") from None
     return nest(key.strip(), parsed)
 
 

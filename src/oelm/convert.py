@@ -10,14 +10,23 @@ import torch
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
-from oelm.audit import audit, frozen_digest, method_of, record_of
+from oelm.audit import at_of, audit, frozen_digest, holds_learned, method_of, record_of
 from oelm.errors import UserError
-from oelm.method import HEAD_ROLES, Method, freezes_only_embeddings, get_method, select_layers
+from oelm.method import HEAD_ROLES, QK_SCALES, Method, freezes_only_embeddings, get_method, select_layers
 from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, score_scales
 from oelm.models.families import Site, block_gain, family_of, find_sites, frozen_names, whole_model_roles
 from oelm.models.freeze_ratio import reached_share, resolve_ratio
+from oelm.models.frozen_state import START, At, frozen_at
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
+from oelm.models.learned import (
+    add_learned,
+    changed_kinds,
+    check_learned,
+    is_factor,
+    is_qk_adapter,
+    learned_layers,
+)
 from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
 from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
@@ -60,6 +69,7 @@ def apply_method(
     sites = find_sites(model)
     _refuse_unfit_weights(sites)
     _refuse_empty_selections(sites, method)
+    check_learned(model, method, sites)
     if method.scores == "constant" and model.config.model_type != OelmGPTConfig.model_type:
         raise UserError(f"scores = 'constant' is for the reference GPT, not for {model.config.model_type}")
     with _one_blas_thread():
@@ -78,7 +88,9 @@ def apply_method(
             site.zero_bias()  # a bias belongs to the weight it was trained with
     if method.lora:
         add_lora(model, method.lora, seed)
-    wanted = _freeze(model, method)
+    wanted = _freeze(model, method, START)
+    if method.learns:
+        add_learned(model, method, seed, find_sites(model))
     model.config.oelm = {
         "method": method.to_dict(),
         "seed": seed,
@@ -86,7 +98,7 @@ def apply_method(
         # Frozen by the architecture or the user, not by the method.
         "already_frozen": [n for n, p in model.named_parameters() if not p.requires_grad and n not in wanted],
         "version": __version__,
-        "digest": frozen_digest(model, method),
+        "digest": frozen_digest(model, method, START),
     }
     if measure:
         now = score_scales(model)
@@ -98,11 +110,14 @@ def refreeze(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the frozen state of a converted model after a plain `from_pretrained`, which loses it.
 
     The frozen weights are compared with the digests in the config: a checkpoint in which they were trained is
-    refused.
+    refused. What was learned beside them (`Method.qk_scale`, `Method.qk_lora`) is part of them now, frozen; a
+    model that was not trained since its conversion can still learn it.
     """
-    method = method_of(model)
-    _freeze(model, method)
-    already = set(record_of(model)["already_frozen"])
+    method, record = method_of(model), record_of(model)
+    _freeze(model, method, at_of(model))
+    if method.learns and not learned_layers(model) and not holds_learned(model):
+        add_learned(model, method, record["seed"], find_sites(model))
+    already = set(record["already_frozen"])
     for name, parameter in model.named_parameters():
         if name in already:
             parameter.requires_grad_(False)
@@ -122,11 +137,13 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     already = set(record_of(model)["already_frozen"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in already)
+    for path, layer in learned_layers(model).items():
+        model.set_submodule(path, layer.merged())
     for path, module in [*model.named_modules()]:
         if isinstance(module, SplitQKV):
             model.set_submodule(path, module.to_fused().train(model.training))
-    for path, layer in adapted_layers(model).items():
-        model.set_submodule(path, merged(layer).train(model.training))
+    for path, adapted in adapted_layers(model).items():
+        model.set_submodule(path, merged(adapted).train(model.training))
     _set_scores(model, Method.scores)
     del model.config.oelm
     return model
@@ -223,21 +240,22 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
     return (new.t() if transposed else new).to(weight.device, weight.dtype)
 
 
-def _freeze(model: PreTrainedModel, method: Method) -> set[str]:
-    """Freeze what the method says and return the names. A fused matrix of which a part is frozen is split."""
+def _freeze(model: PreTrainedModel, method: Method, at: At) -> set[str]:
+    """Freeze what the method says at a step, and return the names of all that it freezes at any. A fused
+    matrix is split of which a part is frozen, or learns something beside it."""
     for site in find_sites(model):
         frozen = [role for role in PARTS if method.freezes(role, site.layer, site.num_layers)]
-        if site.part is not None and 0 < len(frozen) < len(PARTS):
+        if site.part is not None and (0 < len(frozen) < len(PARTS) or changed_kinds(method, site)):
             module = model.get_submodule(site.path)
             if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
                 split = SplitQKV(module, site.heads, site.layout)
                 model.set_submodule(site.path, split.train(model.training))
-    wanted = frozen_names(model, method)
+    now = frozen_at(model, method, at)
     for name, parameter in model.named_parameters():
-        if name in wanted:
+        if name in now:
             parameter.requires_grad_(False)
     _set_scores(model, method.scores)
-    return wanted
+    return frozen_names(model, method)
 
 
 def _set_scores(model: PreTrainedModel, scores: str) -> None:
@@ -267,7 +285,7 @@ def _report(
             numbers = {f"{block_gain(site, method, np.ones((1, 1, 1)))[0]:.3g}" for site in sites}
             gains = {"own"} if method.gain == "own" else numbers
         heads = sum(site.heads for site in sites) if role in HEAD_ROLES else 0
-        share = _share(sum(f"{site.path}.weight" in wanted for site in sites), len(sites))
+        share = _share(sum(f"{site.path}.weight" in wanted for site in sites), len(sites), method)
         size = sum(site.parameters for site in sites)
         rows.append(Row(role, len(sites), heads, start, "/".join(sorted(gains)), share, size))
     for role, modules in whole_model_roles(model).items():
@@ -275,10 +293,16 @@ def _report(
         unique = {id(p): p for module in modules.values() for p in module.parameters(recurse=False)}
         held = sum(id(p) in frozen_ids for p in unique.values())
         size = sum(p.numel() for p in unique.values())
-        rows.append(Row(role, len(unique), 0, "as it was", "-", _share(held, len(unique)), size))
-    if adapters := [p for name, p in model.named_parameters() if is_adapter(name)]:
-        size = sum(p.numel() for p in adapters)
-        rows.append(Row("lora", len(adapters), 0, f"rank {method.lora}, no change yet", "-", "no", size))
+        share = _share(held, len(unique), method)
+        rows.append(Row(role, len(unique), 0, "as it was", "-", share, size))
+    for role, start, belongs in (
+        ("lora", f"rank {method.lora}, no change yet", is_adapter),
+        ("qk_scale", f"1 for each {QK_SCALES[method.qk_scale]}", is_factor),
+        ("qk_lora", f"rank {method.qk_lora}, no change yet", is_qk_adapter),
+    ):
+        if learned := [p for name, p in model.named_parameters() if belongs(name)]:
+            size = sum(p.numel() for p in learned)
+            rows.append(Row(role, len(learned), 0, start, "-", "no", size))
     parameters = [*model.parameters()]
     return ConversionReport(
         model=type(model).__name__,
@@ -292,8 +316,19 @@ def _report(
         freeze_ratio=method.freeze_ratio,
         freeze_ratio_of=method.freeze_ratio_of,
         reached=reached_share(model, method),
+        schedule=dict(method.freeze_schedule),
+        frozen_at_end=_frozen_at_end(parameters, frozen_ids, method),
     )
 
 
-def _share(held: int, of: int) -> str:
-    return {0: "no", of: "yes"}.get(held, f"{held} of {of} tensors")
+def _frozen_at_end(parameters: list[nn.Parameter], scheduled: set[int], method: Method) -> int | None:
+    """How many parameters are frozen when the schedule is over; None without one."""
+    if not method.schedule:
+        return None
+    ends = method.schedule.ends_frozen
+    return sum(p.numel() for p in parameters if (ends if id(p) in scheduled else not p.requires_grad))
+
+
+def _share(held: int, of: int, method: Method) -> str:
+    share = {0: "no", of: "yes"}.get(held, f"{held} of {of} tensors")
+    return f"{share}, by schedule" if held and method.schedule else share

@@ -1,11 +1,14 @@
-"""A method says how the projections start and what is frozen. Presets are data; no model is touched here."""
+"""A method says how the projections start and what is frozen when. Presets are data; no model is touched
+here."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from oelm.errors import UserError
+from oelm.models.freeze_schedule import FreezeSchedule
 from oelm.orthogonal import KINDS
 from oelm.system.plugins import Registry
 
@@ -17,6 +20,7 @@ START_ROLES = (*HEAD_ROLES, "ffn_in", "ffn_out")
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
+QK_SCALES = {"none": "", "head": "head", "dimension": "head dimension"}  # what has a factor of its own
 RATIO_OF = {
     "all": "all parameters",
     "blocks": "the layers' weight matrices",
@@ -41,10 +45,17 @@ class Method:
             layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
 
+    What is learned beside q and k where they are frozen (see `oelm.models.learned`):
+    qk_scale  "head": a factor of each head's scores, the inverse of a temperature; "dimension": a factor of
+              each head dimension, W_Q diag(s) W_K'; "none". Factors start at 1 and are never decayed.
+    qk_lora   the rank of low-rank adapters on q and k; 0: none.
+
     freeze_ratio     in place of `freeze`: at most this share of `freeze_ratio_of` is frozen, q and k first,
                      then the feed-forward weights (see `oelm.models.freeze_ratio`). Only what is frozen
                      starts as `start` says, by default orthonormal. `convert` fills in `freeze` and `start`.
     freeze_ratio_of  "all" parameters, or "blocks": the layers' weight matrices.
+    freeze_schedule  when what `freeze` names is frozen, a table: see `oelm.models.freeze_schedule`. Empty:
+                     from the start to the end.
     """
 
     name: str = "custom"
@@ -54,8 +65,11 @@ class Method:
     freeze: Mapping[str, str] = field(default_factory=dict)
     scores: str = "differentiable"
     lora: int = 0
+    qk_scale: str = "none"
+    qk_lora: int = 0
     freeze_ratio: float | None = None
     freeze_ratio_of: str = "all"
+    freeze_schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("start", "freeze"):
@@ -79,15 +93,49 @@ class Method:
         _known(self.scores, SCORES, "kind of scores")
         if self.scores == "constant" and any(self.freeze.get(role) != "all" for role in HEAD_ROLES):
             raise UserError("scores = 'constant' gives q and k no gradient: freeze both in all layers")
-        if not isinstance(self.lora, int) or isinstance(self.lora, bool) or self.lora < 0:
-            raise UserError(f"lora is the rank of the adapters, a whole number, not {self.lora!r}")
+        for name in ("lora", "qk_lora"):
+            rank = getattr(self, name)
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise UserError(f"{name} is the rank of the adapters, a whole number, not {rank!r}")
         if self.lora and any(self.freeze.get(role) != "all" for role in ("q", "k", "v")):
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":
             raise UserError("'polar' uses the weights that the model has, which init = 'fresh' contradicts")
         if self.gain not in GAINS and not _is_positive(self.gain):
             raise UserError(f"gain must be a positive number, 'family' or 'own', not {self.gain!r}")
+        self._check_learned()
         self._check_ratio()
+        self._check_schedule()
+
+    @cached_property
+    def schedule(self) -> FreezeSchedule | None:
+        """When what `freeze` names is frozen; None: from the start to the end."""
+        return FreezeSchedule.from_dict(self.freeze_schedule) if self.freeze_schedule else None
+
+    def _check_schedule(self) -> None:
+        if not isinstance(self.freeze_schedule, Mapping):
+            example = "for example {'unfreeze_at': 0.8}"
+            raise UserError(f"freeze_schedule is a table, {example}, not {self.freeze_schedule!r}")
+        if self.schedule is None:
+            return
+        if not self.freeze and self.freeze_ratio is None:
+            raise UserError(f"freeze_schedule needs freeze: method {self.name} names nothing to freeze")
+        if self.lora or self.learns or self.scores == "constant":
+            raise UserError("freeze_schedule does not go with lora, qk_scale, qk_lora or scores = 'constant'")
+        if self.schedule.polar and self.freeze_ratio is None and not {*HEAD_ROLES} & {*self.freeze}:
+            raise UserError("freeze_schedule.polar makes q and k orthonormal: freeze one of them")
+
+    def _check_learned(self) -> None:
+        _known(self.qk_scale, tuple(QK_SCALES), "qk_scale")
+        for name in ("qk_scale", "qk_lora"):
+            if getattr(self, name) == getattr(Method, name):
+                continue
+            if "q" not in self.freeze and (name == "qk_scale" or "k" not in self.freeze):
+                raise UserError(f"{name} is learned beside frozen projections: freeze q and k")
+            if self.scores == "constant":
+                raise UserError(f"{name} gets no gradient where scores = 'constant'")
+            if self.lora:
+                raise UserError(f"{name} and lora are both given; keep one")
 
     def _check_ratio(self) -> None:
         _known(self.freeze_ratio_of, tuple(RATIO_OF), "freeze_ratio_of")
@@ -103,6 +151,11 @@ class Method:
                 f"{', '.join(others)}"
             )
 
+    @property
+    def learns(self) -> bool:
+        """Whether anything is learned beside frozen q and k."""
+        return self.qk_scale != "none" or self.qk_lora > 0
+
     def freezes(self, role: str, layer: int, num_layers: int) -> bool:
         """Whether a role's parameters in this layer of a stack of so many are frozen."""
         return role in self.freeze and layer in select_layers(self.freeze[role], num_layers)
@@ -111,9 +164,11 @@ class Method:
         """Plain JSON, the inverse of `from_dict`. Keys added later are left out while they have their
         default, so that older records keep their identity."""
         values = {**asdict(self), "start": dict(self.start), "freeze": dict(self.freeze)}
-        for name in ("scores", "lora", "freeze_ratio", "freeze_ratio_of"):
+        for name in ("scores", "lora", "qk_scale", "qk_lora", "freeze_ratio", "freeze_ratio_of"):
             if values[name] == getattr(Method, name):
                 del values[name]
+        if not self.freeze_schedule:
+            del values["freeze_schedule"]
         return values
 
     @classmethod
@@ -170,6 +225,7 @@ def freezes_only_embeddings(selection: str, num_layers: int) -> bool:
 _QK = {"q": "all", "k": "all"}
 _FFN = {"ffn_in": "all", "ffn_out": "all"}
 _PROJECTIONS = dict.fromkeys(PROJECTIONS, "all")
+_TOP_DOWN = {"unfreeze_at": 0.8, "order": "top-down"}
 
 
 def _start(kind: str, *roles: str) -> dict[str, str]:
@@ -186,6 +242,9 @@ _PRESETS = {
         Method("oelm-polar", start=_start("polar", "q", "k"), freeze=_QK),
         Method("oelm-polar-scaled", start=_start("polar", "q", "k"), gain="own", freeze=_QK),
         Method("oelm-value-only", start=_start("orthogonal", "q", "k"), freeze=_QK, scores="constant"),
+        Method("oelm-temperature", start=_start("orthogonal", "q", "k"), freeze=_QK, qk_scale="head"),
+        Method("oelm-scale", start=_start("orthogonal", "q", "k"), freeze=_QK, qk_scale="dimension"),
+        Method("oelm-lora", start=_start("orthogonal", "q", "k"), freeze=_QK, qk_lora=8),
         Method("oelm-random", start=_start("normal", "q", "k"), freeze=_QK),
         Method("random-trainable", start=_start("normal", "q", "k")),
         Method("oelm-global", start=_start("global", "q", "k"), freeze=_QK),
@@ -201,6 +260,9 @@ _PRESETS = {
         Method("linear-probe", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}),
         Method("norms-only", freeze=_PROJECTIONS | {"embeddings": "all"}),
         Method("lora", freeze=_PROJECTIONS | {"embeddings": "all", "norms": "all"}, lora=8),
+        Method("oelm-unfreeze", start=_start("orthogonal", "q", "k"), freeze=_QK, freeze_schedule=_TOP_DOWN),
+        Method("train-then-freeze", freeze=_QK, freeze_schedule={"freeze_at": 0.2, "polar": True}),
+        Method("train-then-freeze-plain", freeze=_QK, freeze_schedule={"freeze_at": 0.2}),
         Method("top-1", freeze={"blocks": ":-1", "embeddings": "all"}),
         Method("top-2", freeze={"blocks": ":-2", "embeddings": "all"}),
     )

@@ -99,13 +99,14 @@ def test_tasks_from_a_folder(run: Run, tmp_path: Path) -> None:
         (["nothing"], "'nothing' is neither a task (see `oelm data list`) nor a file"),
         (["gone.csv"], "there is no file gone.csv"),
         (["x.csv"], "x.csv has no column 'text'; it has: body, topic"),
-        (["x.csv", "--text", "body", "--label", "topic", "--tokenizer", "train:5"], "at least 257"),
+        (["x.csv", "--text", "body", "--label", "topic", "--tokenizer", "train:5"], "between 257 and"),
         (["x.csv", "--text", "body", "--label", "topic", "--max-length", "1"], "leaves no room for text"),
         (
             ["x.csv", "--text", "body", "--label", "topic", "--train-size", "900"],
             "train_size 900 does not fit",
         ),
         (["ragged.csv"], "ragged.csv, row 2 (line 3): 3 fields where the header has 2"),
+        (["imdb", "--label", "x"], "imdb is a task with fixed columns and splits; label is for files"),
         (["imdb", "--text-pair", "x"], "imdb is a task with fixed columns and splits"),
     ],
 )

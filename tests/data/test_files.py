@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,6 +85,13 @@ def _parquet_bytes() -> bytes:
     return buffer.getvalue()
 
 
+def _two_texts() -> bytes:
+    buffer = io.BytesIO()
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["text", "text", "label"])
+    pyarrow.parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
 BAD: list[tuple[str, bytes, str]] = [
     ("x.csv", b"text,label\none,a\ntwo,b,c\n", r"x.csv, row 2 \(line 3\): 3 fields where the header has 2"),
     ("x.csv", b'text,label\n"a\nb",x\none\n', r"row 2 \(line 4\): 1 fields"),
@@ -102,6 +111,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("x.csv", b"\x1f\x8b\x08", r"line 1: byte 0x8b is not UTF-8"),
     ("x.parquet", b"text,label\na,b\n", r"x.parquet cannot be read as Parquet"),
     ("x.parquet", b"PAR1 and then nothing", r"x.parquet cannot be read as Parquet"),
+    ("x.parquet", _two_texts(), r"x.parquet has 2 columns named 'text'"),
     ("x.parquet", _parquet_bytes(), r"x.parquet has no column 'label'; it has: text"),
     (
         "x.jsonl",

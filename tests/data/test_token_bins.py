@@ -100,6 +100,7 @@ def test_a_tokenizer_must_be_named_and_ends_may_be_missing(world, tmp_path):
     assert any("no document ends in the training tokens" in w or "no document ends" in w for w in warnings)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_on_them(world, tmp_path):
     environment = os.environ | {"OELM_CACHE_DIR": str(tmp_path / "cache")}
     oelm = [sys.executable, "-m", "oelm"]

@@ -198,7 +198,8 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ),
     (_labels(["a", "b"] * 10 + ["c"] * 2), r"label 'c' has 2 rows; at least 3 are needed"),
     ([{"text": 5, "label": "a"}], r"row 1: column 'text' holds int '5' where text was expected"),
-    ([{"text": "\ud800", "label": "a"}], r"row 1: .*half a surrogate pair"),
+    ([{"text": "\ud800", "label": "a"}], r"line 1: .*half a surrogate pair"),
+    ([{"text": "a", "label": "\ud800"}], r"line 1: .*'label' holds half a surrogate pair"),
 ]
 
 

@@ -94,7 +94,22 @@ def another_family(config, tensors):
     config |= {"model_type": "electra", "architectures": ["ElectraForSequenceClassification"]}
 
 
+def no_heads(config, tensors):
+    config["num_attention_heads"] = 0
+
+
+def endless(config, tensors):
+    config["num_hidden_layers"] = 2**31
+
+
+def infinite(config, tensors):
+    tensors["bert.encoder.layer.1.attention.self.query.weight"][0, 0] = float("inf")
+
+
 BROKEN = {
+    "no-heads": (no_heads, "config.json says num_attention_heads = 0; it must be between 1 and 1,000"),
+    "endless": (endless, "config.json says num_hidden_layers = 2,147,483,648"),
+    "infinite": (infinite, "layer.1.attention.self.query.weight holds infinity or NaN"),
     "wider": (wider, "does not match its config: bert.encoder.layer.0.intermediate.dense.bias has the shape"),
     "a-hole": (a_hole, "does not match its config: 2 tensors of BertForSequenceClassification not there"),
     "deeper": (deeper, "does not match its config: 32 tensors of BertForSequenceClassification not there"),

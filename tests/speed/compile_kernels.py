@@ -17,11 +17,13 @@ from oelm.speed.kernels import (
     joint_triton,
     norm_triton,
     rows_triton,
+    value_only_triton,
 )
 
 NAMES = {  # of the kernels in `KERNELS`, by their modules
     "adamw_triton": "adamw", "attention_triton": "attention", "cross_entropy_triton": "cross_entropy",
     "joint_triton": "attention", "norm_triton": "norm", "rows_triton": "rows",
+    "value_only_triton": "value_only",
 }  # fmt: skip
 
 
@@ -44,9 +46,7 @@ driver.set_active(Gpu())
 def check(kernel: triton.JITFunction, *args: object, **kwargs: object) -> None:
     made = kernel.warmup(*args, grid=(1,), **kwargs)
     name = NAMES[kernel.__module__.rpartition(".")[2]]
-    names = ("value_only",) if kernel is attention_triton._value_kernel else (name,)
-    if kernel is attention_triton.forward_kernel:
-        names = ("attention", "value_only")
+    names = ("attention", "value_only") if kernel is attention_triton.forward_kernel else (name,)
     for name in names:
         assert made.metadata.shared <= KERNELS[name] <= LEAST_SHARED, (kernel, kwargs, made.metadata.shared)
     assert "cubin" in made.asm
@@ -66,7 +66,7 @@ for head_dim in (64, 128):
             common["cu_seqlens"] = None if causal else bounds
             for kernel, tensors, count, tiles in (
                 (attention_triton.forward_kernel, [x, x, x, x, numbers], 4, attention_triton.FORWARD),
-                (attention_triton._value_kernel, [x, x, numbers, x, x], 4, attention_triton.VALUE_ONLY),
+                (value_only_triton._value_kernel, [x, x, numbers, x, x], 4, value_only_triton.VALUE_ONLY),
                 (joint_triton._query_kernel, [x] * 5 + [numbers] * 2 + [x], 4, joint_triton.QUERIES),
                 (
                     joint_triton._key_kernel,
@@ -82,7 +82,7 @@ for head_dim in (64, 128):
                 hidden = [plain]
                 if head_dim == 64 and dtype == torch.bfloat16 and not causal:  # each takes seconds to compile
                     hidden += [plain | dropped, plain | {"WINDOW": 64}]
-                for values in [{}] if kernel is attention_triton._value_kernel else hidden:
+                for values in [{}] if kernel is value_only_triton._value_kernel else hidden:
                     check(kernel, *tensors, *[strides] * count, **common, **more, **values, **options)
 check(adamw_triton._coast_kernel, *[numbers] * 5, 16, 7, 1 << 20, 0.9, 0.999, 1e-8, BLOCK=adamw_triton.BLOCK)
 tables = {"PIECE": adamw_triton.PIECE}

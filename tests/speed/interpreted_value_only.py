@@ -10,7 +10,7 @@ from interpreter import error, honest_interpreter, tiles  # noqa: F401  fixtures
 from torch import Tensor
 
 from oelm.speed import value_only
-from oelm.speed.kernels import attention_triton
+from oelm.speed.kernels import value_only_triton
 from oelm.speed.value_only import value_only_attention as attention
 
 RAGGED = [1, 37, 0, 50, 5, 32, 0, 0, 0]
@@ -20,7 +20,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, causal: bo
     """The kernel over texts that lie end to end in (N, H, D) tensors."""
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.transpose(0, 1)[None] for x in (q.detach(), k.detach(), v))
-    return attention_triton.value_only(q, k, v, bounds, causal, scale)[0][0].transpose(0, 1)
+    return value_only_triton.value_only(q, k, v, bounds, causal, scale)[0][0].transpose(0, 1)
 
 
 def reference_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, causal: bool) -> Tensor:
@@ -162,7 +162,7 @@ def test_registered_as_torch_wants_it(varlen: bool) -> None:
     cu_seqlens = torch.tensor([0, 5, 18], dtype=torch.int32) if varlen else None
     q, k, v = (x.transpose(1, 2) for x in packed(1, 20, head_dim=16))
     v = v.detach().requires_grad_()
-    torch.library.opcheck(attention_triton.value_only, (q, k, v, cu_seqlens, True, 0.25))
+    torch.library.opcheck(value_only_triton.value_only, (q, k, v, cu_seqlens, True, 0.25))
 
 
 @pytest.mark.parametrize(

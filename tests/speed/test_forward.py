@@ -9,6 +9,7 @@ import oelm
 from oelm.speed.forward import FastForward
 from oelm.speed.operations import pick_rows
 from tests.speed.test_packed import SIZES, packed, padded, texts
+from tests.tiny import disturb
 
 
 def test_picked_rows_are_counted_through_all_texts():
@@ -24,12 +25,13 @@ def installed(model):
     forward.remove()
 
 
-@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
+@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only", "oelm-scale", "oelm-lora"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("form", ["padded", "left", "full", "packed"])
 def test_it_gives_what_the_model_gives(method, positions, form):
     model = oelm.OelmGPTForSequenceClassification(oelm.OelmGPTConfig(**SIZES, positions=positions))
     oelm.convert(model, method, seed=0)
+    disturb(model)
     items = texts([5, 5, 5]) if form == "full" else texts([5, 1, 17, 8])
     inputs = packed(items, tail=3, empty=2) if form == "packed" else padded(items)
     if form == "full":

@@ -192,7 +192,7 @@ def trained(step, batches, steps):
     return torch.stack([step.take(n, batches, n % len(batches))[0] for n in range(steps)]).cpu()
 
 
-@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only"])
+@pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only", "oelm-scale", "oelm-lora"])
 def test_a_step_of_training_is_the_same_recorded(method):
     """The fast step against the plain one: losses differ as little as bf16 lets them."""
     losses = []
@@ -221,6 +221,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(monkeypatch, determinis
         step, batches = step_of(steps=1000)
         found.append((trained(step, batches, 40), step.capture()[0]))
         assert bool(step.graphed.graphs) == (graphs > 0)
+        assert not graphs or len(step.graphed.graphs) >= len(step.graphed.met) - 1  # at their first meeting
     (losses, weights), (others, other_weights) = found
     assert torch.equal(losses, others)
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -42,6 +42,7 @@ def test_nothing_but_the_step_imports_it() -> None:
     assert users == {"oelm/training/step.py"}
 
 
+@pytest.mark.slow
 def test_training_resuming_and_using_a_model(without_speed: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path)
     words = ["train", "--data", store, "--model", "gpt-tiny", "--method", "oelm", "--max-length", 32]

@@ -46,17 +46,20 @@ main()
 """
 
 
-def start(data: Path, out: Path, *more: str, hasty: bool = False) -> "subprocess.Popen[str]":
+def start(
+    data: Path, out: Path, *more: str, hasty: bool = False, cwd: Path | None = None
+) -> "subprocess.Popen[str]":
     """The command line in a process of its own; `hasty`: it waits less before it tries a run again."""
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, *more, "--out", str(out)]
     return subprocess.Popen(
         [sys.executable, *(["-c", HASTY] if hasty else ["-m", "oelm"]), *words],
         env=environment(data.parent / "cache"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=cwd,
     )  # fmt: skip
 
 
-def run(data: Path, out: Path, *more: str) -> tuple[int, str]:
-    process = start(data, out, *more)
+def run(data: Path, out: Path, *more: str, cwd: Path | None = None) -> tuple[int, str]:
+    process = start(data, out, *more, cwd=cwd)
     text, _ = process.communicate(timeout=300)
     return process.returncode, text
 

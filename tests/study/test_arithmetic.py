@@ -155,6 +155,21 @@ def test_a_study_makes_all_runs_of_such_a_seed_again(tmp_path):
     (comparison,) = analyse(out).comparisons
     used = {r.folder for arm in (comparison.arm, comparison.reference_arm) for r in arm.records}
     assert new <= used and victim.parent not in used and comparison.seeds == (1, 2)
+    (trained,) = [f for f in new if f.parent.name == "oelm"]
+    apart = {"step": 1001, "what": "grad_norm", "fast": 9.0, "plain": 1.0, "exact": 1.0}
+    failed = {"status": "failed", "failure": {"kind": "software"}}
+    failed["reason"] = {"code": "run.fast_path_wrong", "values": apart}
+    for path in before - {victim.parent}:
+        if path.parent.name == "oelm":
+            results = json.loads((path / "results.json").read_text())
+            (path / "results.json").write_text(json.dumps(results | failed))
+    code, text = study(data, out, *more)
+    assert code == 0, text
+    assert "oelm lr 0.001 seed 1: the fast path failed at step 1001; all runs of this seed" in text
+    assert len(list(out.rglob("results.json"))) == 8 and "trying again" not in text
+    (comparison,) = analyse(out).comparisons
+    assert not any(run.config.training.fast for run in comparison.arm.records)
+    assert trained in {run.folder for run in comparison.arm.records}
     shutil.rmtree(out)
 
 

@@ -8,10 +8,14 @@ from pathlib import Path
 import oelm
 from oelm.claims.data import claim_data
 from oelm.claims.verdicts import judge
-from oelm.study.analysis import analyse_records
+from oelm.config import read_toml
+from oelm.study.analysis import analyse, analyse_records
+from oelm.study.design import shipped_studies, title_in
 from oelm.study.report.answer import answer
 from oelm.study.report.build import build
 from oelm.study.report.document import to_markdown
+from oelm.study.report.notices import notices
+from oelm.study.report.numbers import with_minus
 from oelm.study.report.view import View, Words
 from oelm.system.messages import LANGUAGES, read_sentences
 from tests.claims.claim_records import BERT, UNRECORDED, pairs
@@ -58,3 +62,20 @@ def test_pairs_without_scores_of_items_are_told_by_their_mean():
     analysis = analyse_records([replace(record, folder=UNRECORDED) for record in pairs(5.0)], None)
     text = answer(View(analysis, Words("en")))[0]
     assert "no score per test item for this metric; measured so far: +5.0 points, n = 5" in text
+
+
+def test_shipped_studies_have_a_title_in_chinese():
+    for file in shipped_studies().values():
+        values = read_toml(str(file))
+        assert re.search("[一-鿿]", title_in("zh", values["title"])), file
+        assert title_in("en", values["title"]) == values["title"]
+    assert title_in("zh", "mine") == "mine"
+
+
+def test_one_style_of_numbers():
+    assert with_minus("-0.55 to +1.81 points, lr 1e-3, GPT-02, 2024-05-01, (-3)") == (
+        "−0.55 to +1.81 points, lr 1e-3, GPT-02, 2024-05-01, (−3)"
+    )
+    view = View(analyse(PACKAGE.parents[1] / "results" / "demo"), Words("en"))
+    merged = "0.6–1.1 % of the train, validation, test items are cut at 64 tokens (18 runs)"
+    assert [listed.text for listed in notices(view)][-1] == f"movie-reviews.csv: {merged}"

@@ -72,6 +72,7 @@ def test_it_ends_with_a_table_an_answer_models_and_a_report(unbroken):
         assert (Path(line.split(maxsplit=1)[1]) / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_is_a_study(tmp_path):
     words = ["study", "demo", "--lrs", "3e-4", "--seeds", "1", "--steps", "3", "--out", str(tmp_path / "s")]
     done = subprocess.run(
@@ -103,6 +104,7 @@ def test_one_model_of_each_method_is_kept_and_no_checkpoints(unbroken):
     assert not list(unbroken.rglob("checkpoints"))
 
 
+@pytest.mark.slow
 def test_more_seeds_reuse_what_is_done(unbroken, data, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in unbroken.rglob("results.json")}
     code, text = run(data, unbroken, "--seeds", "3")
@@ -172,6 +174,7 @@ def test_published_records_give_the_same_report_and_come_in_whole(unbroken, data
             assert ours[name].tolist() == theirs[name].tolist()
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "5", "--dry-run"]
@@ -201,6 +204,7 @@ def test_other_settings_do_not_mix_in_one_folder(unbroken, data):
     assert code == 2 and "(training.clip is 1.0 there, 0.5 here)" in text and "another folder" in text
 
 
+@pytest.mark.slow
 def test_a_file_may_move_but_another_file_is_another_study(unbroken, data, tmp_path, monkeypatch):
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
     out, moved = tmp_path / "s", tmp_path / data.name

@@ -49,6 +49,7 @@ def one_line(done: "subprocess.CompletedProcess[str]") -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_kind_and_a_method_of_the_current_folder(folder):
     done = oelm(
         folder, "train", *RUN, "--plugin", "my_plugin", "--method", "frozen-values", "--out", "r", "--json"
@@ -64,6 +65,7 @@ def test_a_kind_and_a_method_of_the_current_folder(folder):
     assert "unknown task kind 'absolute-regression'" in one_line(oelm(folder, "evaluate", "r"))
 
 
+@pytest.mark.slow
 def test_a_family_of_the_current_folder(folder):
     config = transformers.ElectraConfig(
         vocab_size=200, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,

@@ -255,6 +255,14 @@ def test_a_fused_optimizer_does_not_step_after_a_fault():
     assert torch.equal(stepped(no_fault), stepped(lambda *_: None))
 
 
+def test_a_layer_is_copied_with_another_weight():
+    layer = nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    other = private_torch.with_weight(layer, torch.zeros(2, 3))
+    assert type(other) is nn.Linear and not other.weight.any() and not other.weight.requires_grad
+    assert layer.weight.equal(before) and layer.bias is not None
+
+
 def test_a_compiled_or_wrapped_model_is_unwrapped():
     model = nn.Linear(2, 2)
     assert private_torch.unwrap(model) is model
@@ -296,6 +304,17 @@ def test_loaded_parameters_are_told_from_new_ones_while_a_model_is_initialised(t
     model.save_pretrained(tmp_path, state_dict=saved)
     Recorder.from_pretrained(tmp_path)
     assert seen == {("Linear", "weight"): True, ("Linear", "bias"): False}
+
+
+def test_a_module_that_is_marked_is_not_initialised_again():
+    model = build("bert")
+    marked, other = model.bert.pooler.dense, model.classifier
+    del other._is_hf_initialized
+    for module in (marked, other):
+        module.weight.data.fill_(7)
+    private_transformers.mark_initialized(marked)
+    model.init_weights()
+    assert marked.weight.eq(7).all() and not other.weight.eq(7).any()
 
 
 @pytest.mark.parametrize(
@@ -354,6 +373,9 @@ def test_accelerates_trackers_have_what_we_call():
         for wanted in ("start", "store_init_configuration", "log", "finish", "requires_logging_directory"):
             assert hasattr(tracker, wanted), (name, wanted)
         assert isinstance(private_accelerate.lacks_package(name), bool)
+    for name, argument in private_accelerate.RUN_NAMES.items():
+        taken = inspect.signature(classes[name].__init__).parameters
+        assert argument in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()), name
     assert any(private_accelerate.lacks_package(name) for name in classes), "no machine has all of them"
     assert not private_accelerate.lacks_package("a tracker of the user's own")
 

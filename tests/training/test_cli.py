@@ -42,7 +42,7 @@ def run(oelm_cli, world):
         code, out, err = oelm_cli(*TRAIN, "--out", "runs/a")
         assert code == 0, err
         assert "oelm on mine: test accuracy" in out
-        assert "majority: 0.5" in out
+        assert "most frequent class: 0.5" in out and out.splitlines()[-3] == "run      runs/a"
     return world / "runs" / "a"
 
 
@@ -135,11 +135,13 @@ def test_a_saved_model_reads_as_far_as_its_run_did(run, world):
 
 def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
     monkeypatch.setattr("oelm.system.progress.QUIET_SECONDS", 0.0)
-    code, out, err = oelm_cli("evaluate", run, "--split", "validation")
+    code, out, err = oelm_cli("evaluate", run, "--split", "validation", "--json")
     assert "validation: batch 0/" in err
     best = json.loads((run / "results.json").read_text())["best"]["metrics"]
     assert code == 0
     assert json.loads(out)["metrics"]["accuracy"] == best["accuracy"]
+    table = oelm_cli("evaluate", run, "--split", "validation")[1]
+    assert "class  items  precision  recall      F1\nneg " in table and "confusion" not in table
     code, out, _ = oelm_cli("audit", run)
     assert code == 0
     assert "clean. 65,536 parameters in 4 tensors" in out
@@ -311,7 +313,7 @@ def test_a_prepared_store_refuses_what_it_cannot_do(oelm_cli, run, world):
 
 def test_other_data_is_measured_as_other_data(oelm_cli, run, world):
     (world / "other.csv").write_text(rows(100))
-    code, out, err = oelm_cli("evaluate", run, "--data", "other.csv")
+    code, out, err = oelm_cli("evaluate", run, "--data", "other.csv", "--json")
     assert code == 0, err
     assert json.loads(out)["items"] == 10
 

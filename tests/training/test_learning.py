@@ -59,6 +59,7 @@ def test_classification_beats_the_majority_class_by_far(
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
 
 
+@pytest.mark.slow
 def test_what_was_recorded_is_what_the_saved_model_does(data_dir, tmp_path):
     """The run's own numbers, found again by a fresh load of its model: the oracle for everything between."""
     results = run(
@@ -85,6 +86,7 @@ def test_a_language_model_beats_unigrams(data_dir, tmp_path):
     assert len(text.split()) > 3
 
 
+@pytest.mark.slow
 def test_tagging_beats_the_most_frequent_tag_of_each_word(data_dir, tmp_path):
     results = run(
         "ptb-pos", tmp_path / "run", data_dir, tmp_path / "cache", max_length=96, steps=300, lr=4e-3

@@ -22,6 +22,11 @@ GOOD, BAD = ["fine", "lovely", "great", "bright"], ["dull", "poor", "weak", "gre
 
 
 BY_ROLE = {"lr_scale": {"ffn_in": 0.5, "embeddings": 0.1}, "weight_decay_scale": {"v": 9.0}}
+LEARNED = {"name": "oelm-lora", "qk_scale": "head", "freeze_ratio": 0.3}
+
+# Trained, frozen with a polar factor, unfrozen layer by layer: DDP must wrap the model at every stage.
+STAGES = {"freeze_at": 3, "polar": True, "unfreeze_at": [6, 9], "order": "top-down", "warmup": 2}
+SCHEDULE = {"method": {"name": "top-1", "freeze_schedule": STAGES}}
 
 
 def rows(n: int) -> str:
@@ -71,7 +76,10 @@ def runs(tmp_path_factory):
     }
     ways["fsdp-deep"]["model"] = {"name": str(root / "deep")}
     for way, values in {"ddp-roles": BY_ROLE, "fsdp-roles": BY_ROLE | {"fsdp": True}}.items():
-        ways[way] = config(**values) | {"method": {"name": "oelm", "freeze_ratio": 0.3}}
+        ways[way] = config(**values) | {"method": LEARNED}
+    for way in ("ddp", "fsdp"):
+        for name in (f"{way}-stages", f"{way}-stages-again"):
+            ways[name] = config(fsdp=way == "fsdp") | SCHEDULE
     for name, values in ways.items():
         (root / f"{name}.json").write_text(json.dumps(make_config(values).to_dict()))
     environment = {
@@ -90,8 +98,9 @@ def runs(tmp_path_factory):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[:6000]
-    by_role = config(**BY_ROLE) | {"method": {"name": "oelm", "freeze_ratio": 0.3}}
+    by_role = config(**BY_ROLE) | {"method": LEARNED}
     alone = {"alone": config(), "alone-accumulate": config(accumulate=2), "alone-roles": by_role}
+    alone["alone-stages"] = config() | SCHEDULE
     for name, values in alone.items():
         train(make_config(values), store, root / name, show=False)
     return root
@@ -130,18 +139,43 @@ def test_results_agree(runs, way):
 
 
 @pytest.mark.parametrize("way", ["ddp-roles", "fsdp-roles"])
-def test_rates_by_role_and_a_share_that_is_frozen(runs, way):
+def test_rates_by_role_a_share_that_is_frozen_and_what_is_learned_beside_it(runs, way):
     assert losses(runs / way) == pytest.approx(losses(runs / "alone-roles"), abs=1e-5)
     assert losses(runs / way) != pytest.approx(losses(runs / "alone"), abs=1e-3)
     audits = [json.loads((runs / name / "freeze_audit.json").read_text()) for name in ("alone-roles", way)]
     assert audits[0] == audits[1] and audits[0]["frozen_parameters"] > 0
+    steps = [runs / name / "checkpoints" / "step-00000012" for name in ("alone-roles", way)]
+    alone, other = (load_file(step / "model.safetensors") for step in steps)
+    assert sum("learned_scale" in name for name in alone) == 2
+    assert sum("learned_up" in name for name in alone) == 4
+    for name, value in alone.items():
+        if ".learned_" in name:
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-3)
+            assert value.std() > 1e-4, "it was learned"
+    merged = load_file(runs / way / "model" / "model.safetensors")
+    assert not [name for name in merged if ".learned_" in name]
+    oelm.audit(oelm.load(runs / way / "model"))
+
+
+@pytest.mark.parametrize("way", ["ddp-stages", "fsdp-stages"])
+def test_a_schedule_of_freezing(runs, way):
+    """Gradients of what is unfrozen are exchanged, nobody waits for those of what is frozen, and a run that
+    resumes in the middle, at a stage's border, is the unbroken one bit for bit."""
+    assert losses(runs / way) == pytest.approx(losses(runs / "alone-stages"), abs=1e-5)
+    assert losses(runs / way)[6:] != pytest.approx(losses(runs / "alone")[6:], abs=1e-3)
+    for name in (way, f"{way}-again"):
+        assert json.loads((runs / name / "results.json").read_text())["status"] == "completed"
+    assert losses(runs / f"{way}-again") == losses(runs / way)
+    paths = [runs / name / "model" / "model.safetensors" for name in (way, f"{way}-again")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    oelm.audit(oelm.load(runs / way / "model"))
 
 
 def test_what_is_sharded_really_is(runs):
     for rank in ("0", "1"):
         kinds = json.loads((runs / "kinds" / rank).read_text())
         assert kinds["ddp"] == ["DistributedDataParallel", "Parameter"]
-        for way in ("fsdp", "fsdp-accumulate", "fsdp-deep"):
+        for way in ("fsdp", "fsdp-accumulate", "fsdp-deep", "fsdp-stages"):
             assert "DTensor" in kinds[way]
             assert "Parameter" not in kinds[way]
 

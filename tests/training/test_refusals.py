@@ -284,6 +284,19 @@ MISTAKES = {
     "no data": ([], "task.name (--task)"),
     "a number as name": (["--data", "texts.csv", "--set", "model.name=5"], "model.name"),
     "not a number of steps": (["--data", "texts.csv", "--steps", "many"], "'--steps'"),
+    "a value for a table": (["--data", "texts.csv", "--set", "training=1"], "training must be a table"),
+    "a value for the model": (["--data", "texts.csv", "--set", "model=-inf"], "model must be a table"),
+    "thousands of digits": (["--config", "digits.toml"], "a number in it has thousands of digits"),
+    "too deep": (["--data", "texts.csv", "--set", f"training.lr={'[' * 5000}"], "nested too deeply"),
+    "no end": (["--data", "texts.csv", "--stop-after", "99999999999999999999h"], "at most a year"),
+    "a long name": (["--data", "texts.csv", "--out", "x" * 300], "more than 200 bytes"),
+    "a long file": (["--data", f"{'x' * 300}.csv"], "file name too long"),
+    "a pipe": (["--data", "pipe.csv"], "pipe.csv is a pipe or a device"),
+    "a device": (["--data", "zero.csv"], "zero.csv is a pipe or a device"),
+    "training rows of a task": (
+        ["--data", "texts.csv", "--train-on", "mnli"],
+        "train_on is for the task xnli",
+    ),
     "an unknown flag": (["--data", "texts.csv", "--speed", "9"], "--speed"),
 }
 
@@ -300,6 +313,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OELM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     (tmp_path / "wrong.toml").write_text("[training]\nlearning_rate = 1\n")
+    (tmp_path / "digits.toml").write_text(f"[training]\nlr = {'9' * 5000}\n")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
     write_csv(tmp_path / "texts.csv", ["text", "label"], [[f"text {i}", i % 2] for i in range(40)])
     before = sorted(os.walk(tmp_path))
     monkeypatch.setattr(sys, "argv", ["oelm", "train", *words])

@@ -14,7 +14,7 @@ from oelm.study.design import StudyConfig
 from oelm.training import loop
 from oelm.training.loop import train
 from oelm.training.resolve import choice_of, objective_of, prepare_data, resolve_run
-from tests.data.made import labelled
+from tests.data.made import labelled, write_csv
 from tests.training.runs import make_store
 
 CPU = torch.device("cpu")
@@ -96,6 +96,23 @@ def test_a_vocabulary_far_larger_than_the_model_is_noted(model, vocabulary, perc
     assert all(note.code != "training.large_vocabulary" for note in notes), "a classifier has no such head"
 
 
+def test_settings_that_would_mislead_are_noted(tmp_path):
+    codes = lambda *given, **more: [note.code for note in resolved(*given, **more).warnings]  # noqa: E731
+    assert "training.long_warmup" in codes({"steps": 60, "warmup": 1000})
+    assert "training.long_warmup" not in codes({"steps": 60, "warmup": 30})
+    assert "training.unbalanced" not in codes({"steps": 5})
+    rows = [[f"text {i}", "rare" if i % 9 == 0 else "often"] for i in range(180)]
+    path = str(write_csv(tmp_path / "x.csv", ["text", "label"], rows))
+    base = {"data": path, "tokenizer": "train:300", "max_length": 32}
+    for metric, noted in ((None, True), ("f1_macro", False)):
+        config, store = prepare_data(make_config({"task": base | {"metric": metric}}), CPU, show=False)
+        notes = resolve_run(config, objective_of(config, store), CPU).warnings
+        assert [str(note) for note in notes if note.code == "training.unbalanced"] == noted * [
+            "the classes are unbalanced: often has 128 training items, rare has 16. Accuracy hardly notices "
+            "the rare ones; task.metric = f1_macro counts all classes alike"
+        ]
+
+
 def test_what_cannot_run_is_refused():
     with pytest.raises(oelm.UserError, match="shards over processes"):
         resolved({"fsdp": True})
@@ -123,7 +140,7 @@ def test_data_decides_tokenizer_and_length(tmp_path, monkeypatch):
 def test_a_value_in_place_of_a_table_is_one_line(tmp_path, file, assignment):
     path = tmp_path / "run.toml"
     path.write_text(file)
-    with pytest.raises(oelm.UserError, match=r"(task|training) = .* does not fit"):
+    with pytest.raises(oelm.UserError, match=r"(task|training) must be a table"):
         resolve_config({"training": {"epochs": 3}}, path, {}, [assignment] if assignment else [])
 
 

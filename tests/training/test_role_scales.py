@@ -128,6 +128,11 @@ def test_a_fused_matrix_has_one_rate():
     probed = build("gpt2")
     oelm.convert(probed, "linear-probe")  # what is frozen has no rate
     parameter_scales(probed, training(lr_scale={"q": 0.5}))
+    late = build("gpt2")  # frozen whole at the start, and trained later
+    fields = {"freeze": {"blocks": "all"}, "freeze_schedule": {"unfreeze_at": 0.5}}
+    oelm.convert(late, oelm.Method.from_dict({"name": "baseline", **fields}))
+    with pytest.raises(UserError, match=message):
+        parameter_scales(late, training(lr_scale={"q": 0.5}))
 
 
 @pytest.mark.parametrize(

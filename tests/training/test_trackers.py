@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
 from accelerate import tracking
 
+import oelm
 from oelm.config import make_config
 from oelm.data import Choice
 from oelm.training.loop import train
@@ -33,6 +35,20 @@ class Recorder(tracking.GeneralTracker):
 
     def finish(self):
         self.heard.append(("finish", None))
+
+
+def test_tensorboard_has_what_the_log_has(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (tmp_path / "texts.csv").write_text(rows(120))
+    small = {"model": "gpt-tiny", "tokenizer": "train:300", "max_length": 32, "steps": 4, "show": False}
+    run = oelm.train(
+        data=tmp_path / "texts.csv", **small, out=tmp_path / "run", tracker="tensorboard",
+        set={"training.log_every": 1},
+    )  # fmt: skip
+    found = events.EventAccumulator(str(tmp_path / "run" / "run")).Reload().Scalars("loss")
+    log = run.to_pandas().query("kind == 'train'")
+    assert [entry.step for entry in found] == log["step"].tolist()
+    assert [entry.value for entry in found] == pytest.approx(log["loss"].tolist())
 
 
 def test_a_tracker_hears_everything(tmp_path, monkeypatch):

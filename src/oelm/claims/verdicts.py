@@ -41,6 +41,7 @@ class Finding:
     why: Sentence  # what decides, or why nothing does
     reason: str
     reason_zh: str
+    published: float | None = None  # in the same unit
 
     @property
     def label(self) -> str:
@@ -161,7 +162,7 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
         findings.append(
             Finding(
                 case.task, case.model, case.source, verdict, case.mean, case.interval, case.n, case.unit, p,
-                bool(case.problem), join(why), *join(sentences),
+                bool(case.problem), join(why), *join(sentences), case.part.published,
             )
         )  # fmt: skip
     return findings

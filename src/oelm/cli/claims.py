@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oelm.cli import options
+from oelm.errors import UserError
 from oelm.system.terminal import console, say
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ def claims(
     ],
     lang: options.Lang = "en",
     as_json: options.AsJson = False,
+    page: Annotated[
+        Path | None, typer.Option(help="Write all that was found as a page with pictures: findings.md.")
+    ] = None,
     plugin: options.Plugin = None,
 ) -> None:
     """Judge the published claims C1 to C10 on any number of studies, runs and benchmark records together.
@@ -36,6 +40,12 @@ def claims(
     Words(lang)  # refuses a language that does not exist
     collection = collect(paths)
     verdicts = judge(collection.analyses, collection.benchmarks)
+    if page is not None:
+        from oelm.claims.findings import write_page
+
+        if page.suffix != ".md" or not page.parent.is_dir():
+            raise UserError(f"--page {page}: name a file that ends in .md in a folder that exists")
+        write_page(page, collection, verdicts)
     if as_json:
         rules = claim_data()["rules"] | {"date": claim_data()["rules"]["date"].isoformat()}
         answer = {"rules": rules, "runs": collection.ages, "left_out": collection.left_out}

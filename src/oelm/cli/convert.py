@@ -40,6 +40,9 @@ def convert(
         return
     say(str(report))
     say(f"saved in {out}")
+    say(
+        f"next     oelm train --model {out} --method frozen --data my.csv; in Python: oelm.load({str(out)!r})"
+    )
 
 
 def _method(name: str, assignments: list[str]) -> "Method":

@@ -94,3 +94,5 @@ def prepare(
     warnings = [warning.to_dict() for warning in store.warnings]
     answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": warnings}
     say(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)
+    if not as_json:
+        say(f"next: oelm train --data {store.folder}", err=True)

@@ -4,12 +4,13 @@ Nothing heavy is imported here: `oelm --help` must not wait for torch.
 """
 
 import errno
+import re
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from oelm.cli import bench, claims, convert, data, doctor, experiments, run, study
+from oelm.cli import bench, claims, convert, data, doctor, experiments, explain, predict, run, study, work
 from oelm.errors import REQUEUE, AuditError, Interrupted, RunError, UserError
 from oelm.system.library_errors import is_out_of_memory
 from oelm.system.terminal import say
@@ -20,7 +21,6 @@ UsageError: Any = typer.BadParameter.__base__  # typer brings its own click and 
 app = typer.Typer(
     name="oelm",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Does freezing orthogonal query/key projections pay on your task?",
 )
@@ -30,8 +30,11 @@ app.command()(bench.bench)
 app.command()(claims.claims)
 app.command()(convert.convert)
 app.command()(doctor.doctor)
+app.command()(explain.explain)
 app.add_typer(run.app)
+app.add_typer(predict.app)
 app.add_typer(study.app)
+app.add_typer(work.app)
 app.add_typer(data.app, name="data")
 
 
@@ -50,6 +53,31 @@ def root(
     pass
 
 
+# A path that was given and cannot be used, wherever it is first looked at.
+UNUSABLE = (
+    errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
+    errno.ELOOP, errno.EINVAL,
+)  # fmt: skip
+
+
+def _tell(text: str) -> None:
+    """The last line of a command that did not succeed. A very long word is cut."""
+    say("oelm: " + re.sub(r"\S{256,}", lambda match: f"{match[0][:60]}...", text), err=True)
+
+
+def _explain(error: MemoryError | OSError | RuntimeError | ImportError) -> str:
+    """One line on a fault of the machine or a path that cannot be used; anything else is raised again."""
+    if is_out_of_memory(error):
+        text = " ".join(str(error).split()) or "no more is available"
+        return f"out of memory: {text}; raise the limit (ulimit -v) or ask for less"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no space left on the disk{where}; free some and run the same command again"
+    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
+        return f"{error.filename} cannot be used: {str(error.strerror).lower()}; name another"
+    raise error
+
+
 def main() -> None:
     """Run the command line: exit code 2 and one line for a user's mistake, no traceback."""
     try:
@@ -57,27 +85,20 @@ def main() -> None:
     except UsageError as error:
         if text := " ".join(error.format_message().split()):  # empty: no arguments, and the help is shown
             verb = error.ctx.command_path if error.ctx else "oelm"
-            say(f"oelm: {text.rstrip('.')}; see {verb} --help", err=True)
+            _tell(f"{text.rstrip('.')}; see {verb} --help")
         sys.exit(2)
     except UserError as error:
-        say(f"oelm: {' '.join(str(error).splitlines())}", err=True)
+        _tell(" ".join(str(error).splitlines()))
         sys.exit(2)
     except (AuditError, RunError) as error:
-        say(f"oelm: {error}", err=True)
+        _tell(str(error))
         sys.exit(1)
     except Interrupted as reason:
-        say(f"oelm: {reason}; progress is saved: run the same command again to resume", err=True)
+        _tell(f"{reason}; progress is saved: run the same command again to resume")
         sys.exit(REQUEUE)
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        if is_out_of_memory(error):
-            text = " ".join(str(error).split()) or "no more is available"
-            say(f"oelm: out of memory: {text}; raise the limit (ulimit -v) or ask for less", err=True)
-            sys.exit(1)
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" for {error.filename}" if error.filename else ""
-        say(f"oelm: no space left on the disk{where}; free some and run the same command again", err=True)
-        sys.exit(1)
+        _tell(_explain(error))
+        sys.exit(2 if getattr(error, "errno", None) in UNUSABLE else 1)
     except KeyboardInterrupt:
-        say("oelm: stopped at once; run the same command again to resume from what was saved", err=True)
+        _tell("stopped at once; run the same command again to resume from what was saved")
         sys.exit(130)

@@ -13,6 +13,9 @@ import typer
 from oelm.errors import UserError
 from oelm.system.files import check_name
 from oelm.system.plugins import load_plugins
+from oelm.training.request import spelled_out
+
+LONGEST = 366 * 24 * 3600  # seconds; a timer of the system cannot take any number
 
 
 def load(plugins: list[str] | None) -> list[str] | None:
@@ -49,14 +52,15 @@ def use_gpus(numbers: str | None) -> str | None:
     return numbers
 
 
-def seconds_of(text: str | None) -> float | None:
+def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
     """90s, 9m, 1.5h, or plain seconds."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if not match or float(match[1]) <= 0:
-        raise UserError(f"--stop-after {text!r} is not a time; write 90s, 9m or 2h")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if not 0 < seconds <= LONGEST:
+        raise UserError(f"{option} {text[:40]!r} is not a time of at most a year; write 90s, 9m or 2h")
+    return seconds
 
 
 def parts(text: str) -> list[str]:
@@ -73,12 +77,16 @@ MaxLength = Annotated[
 Gpu = Annotated[
     str | None, typer.Option(help="Use this GPU, by number: 0, or 0,1.", callback=use_gpus, is_eager=True)
 ]
-STUDY_OUT = typer.Option(help="The study's folder; an unfinished one is resumed.", callback=new_folder)
+STUDY_OUT = typer.Option(
+    help="The study's folder; an unfinished one is resumed. Default: studies/NAME.", callback=new_folder
+)
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
 Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
 Kind = Annotated[
     str | None,
-    typer.Option(help="Kind of task of a file: classification, regression, token-classification, ..."),
+    typer.Option(
+        help="Kind of task of a file: classification (the default), regression, token-classification, ..."
+    ),
 ]
 Plugin = Annotated[
     list[str] | None,
@@ -88,6 +96,8 @@ Plugin = Annotated[
         is_eager=True,
     ),
 ]
+Tokens = Annotated[int, typer.Option(help="New tokens, at most; never beyond the length of training.")]
+Temperature = Annotated[float, typer.Option(help="0: the likeliest token every time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # How data is read: `oelm train`, `oelm study` and `oelm data`. Names are those of config.FLAGS.
@@ -99,8 +109,15 @@ DATA: dict[str, Any] = {
         str | None, typer.Option(help="Column of the text to write for each text (T5, BART).")
     ],
     "kind": Kind,
-    "test_file": Annotated[str | None, typer.Option(help="A file of test rows.")],
-    "train_size": Annotated[int | None, typer.Option(help="Train on so many rows, stratified.")],
+    "lm": Annotated[
+        bool | None, typer.Option("--lm", help="A language model of a file's texts; of .txt files anyway.")
+    ],
+    "test_file": Annotated[
+        str | None, typer.Option(help="A file of test rows; default: a tenth of the file.")
+    ],
+    "train_size": Annotated[
+        int | None, typer.Option(help="Train on so many rows, stratified; default: all.")
+    ],
     "train_on": Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")],
     "max_length": MaxLength,
     "max_target_length": Annotated[
@@ -110,20 +127,31 @@ DATA: dict[str, Any] = {
         str | None,
         typer.Option(help="gpt2 (a task's default), a hub id, a folder, or train:8192 (a file's default)."),
     ],
-    "data_dir": Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; no network.")],
+    "data_dir": Annotated[
+        str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; default: OELM_DATA_DIR, or the hub.")
+    ],
 }
 # What one run and all runs of a study have.
 RUN: dict[str, Any] = {
     "data": Annotated[
-        str | None, typer.Option(help="Your own CSV, TSV, JSONL or Parquet file, or a prepared dataset.")
+        str | None,
+        typer.Option(
+            help="Your own CSV, TSV, JSONL, Parquet or .txt file, a folder of .txt, a prepared dataset."
+        ),
     ],
     **DATA,
-    "model": Annotated[str | None, typer.Option(help="gpt-tiny, gpt-medium-512, ..., a hub id, a folder.")],
+    "model": Annotated[
+        str | None,
+        typer.Option(help="gpt-tiny (default on a CPU), gpt-medium-512 (on a GPU), ..., a hub id, a folder."),
+    ],
     "epochs": Annotated[float | None, typer.Option(help="Passes over the training data; default: 3.")],
     "steps": Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")],
     "batch_size": Annotated[int | None, typer.Option(help="Texts or windows in a batch; default: 16.")],
     "batch_tokens": Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")],
-    "precision": Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")],
+    "precision": Annotated[str | None, typer.Option(help="auto (the default), fp32, bf16 or fp16.")],
+    "tracker": Annotated[
+        list[str] | None, typer.Option(help="Also log to tensorboard, wandb, mlflow, ...; docs/training.md.")
+    ],
 }
 
 
@@ -146,7 +174,7 @@ def takes(group: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[
         @functools.wraps(verb)
         def wrapper(**values: Any) -> None:
             given = {name: values.pop(name) for name in group}
-            verb(given={name: value for name, value in given.items() if value is not None}, **values)
+            verb(given=spelled_out(given), **values)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

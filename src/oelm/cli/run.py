@@ -1,4 +1,4 @@
-"""The verbs of a run: train, evaluate, predict, generate, audit, status, logs."""
+"""The verbs of a run: train, evaluate, audit, status, logs."""
 
 import json
 import re
@@ -8,22 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.errors import AuditError, UserError
-from oelm.system.gpu import wake_gpu
-from oelm.system.messages import read_notice
-from oelm.system.plugins import load_plugins
 from oelm.system.terminal import console, say
 
 if TYPE_CHECKING:
-    from oelm.config import RunConfig
     from oelm.training.status import RunStatus
 
 app = typer.Typer()
 
 Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
-Tokens = Annotated[int, typer.Option(help="New tokens, at most; never beyond the length of training.")]
-Temperature = Annotated[float, typer.Option(help="0: the likeliest token every time.")]
 
 
 @app.command()
@@ -32,17 +26,20 @@ def train(
     given: dict[str, Any],
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
     task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
-    method: Annotated[str | None, typer.Option(help="baseline, oelm, ...: docs/methods.md.")] = None,
-    lr: Annotated[str | None, typer.Option(help="Learning rate.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="baseline (the default), oelm, ...: docs/methods.md.")
+    ] = None,
+    lr: Annotated[str | None, typer.Option(help="Learning rate; default: 3e-4.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Decides initial values and the order of the data.")
+        int | None, typer.Option(help="Decides initial values and the order of the data; default: 0.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The run's folder; an unfinished run in it is resumed.", callback=options.new_folder
+            help="The run's folder; an unfinished run in it is resumed. Default: below runs.",
+            callback=options.new_folder,
         ),
     ] = None,
     overwrite: Annotated[
@@ -63,77 +60,26 @@ def train(
 
     Examples: oelm train --task sst2 --method oelm --lr 1e-3 --out runs/x; oelm train GPT-02;
     oelm train IMDB-oelm --fair; oelm train --data my.csv --text body --label topic;
-    oelm train --data my.csv --text article --target summary --model t5-small
+    oelm train --data my.csv --text article --target summary --model t5-small;
+    oelm train --data tales.txt --out lm
     """
-    from oelm.config import flag_keys, resolve_config
-    from oelm.study.catalogue import experiment_config, published_beside
+    from oelm.study.catalogue import published_beside
+    from oelm.training.request import train as train_run
 
-    flags = flag_keys(given | {"task": task, "method": method, "lr": lr, "seed": seed})
-    if stop_at_chance:
-        flags["training.stop_at_chance"] = True
-    if fair:
-        flags |= {"task.hold_out": True, "training.choose_on": "validation"}
-    base = experiment_config(experiment).to_dict() if experiment is not None else {}
-    if plugin:
-        flags["plugins"] = plugin
-    asked, limit = resolve_config(base, config, flags, set_ or []), options.seconds_of(stop_after)
-    load_plugins(asked.plugins)
-    if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
-        out = Path("runs", f"{asked.experiment}-fair")
-    results = run_training(asked, out, overwrite, limit)
-    if results:  # of the first process only
+    run = train_run(
+        experiment, **given, task=task, method=method, lr=lr, seed=seed, config=config, set=set_ or (),
+        out=out, overwrite=overwrite, stop_after=options.seconds_of(stop_after),
+        stop_at_chance=stop_at_chance, fair=fair, plugin=plugin or (),
+    )  # fmt: skip
+    if results := run.results:  # of the first process only
         if experiment is not None:
-            results = results | {"published": published_beside(asked, results)}
-        say(json.dumps(results) if as_json else summary(results))
-
-
-def run_training(
-    config: "RunConfig", out: Path | None, overwrite: bool, stop_after: float | None
-) -> dict[str, Any]:
-    """Prepare the data (one process does, the others wait), then train."""
-    wake_gpu()  # before torch is imported
-    from oelm.method import Method
-    from oelm.training.loop import train as train_run
-    from oelm.training.parallel import process_state
-    from oelm.training.resolve import default_folder, prepare_data
-    from oelm.training.stopping import stopping
-
-    Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
-    out, state, began = out or default_folder(config), process_state(), time.monotonic()
-    with stopping(stop_after), state.main_process_first():
-        config, store = prepare_data(config, state.device, show=bool(state.is_main_process))
-    if stop_after is not None:  # preparing took some of it
-        stop_after = max(0.001, stop_after - (time.monotonic() - began))
-    return train_run(config, store, out, overwrite=overwrite, stop_after=stop_after)
-
-
-def summary(results: dict[str, Any]) -> str:
-    metric = results["metric"]
-    chosen = "the last one" if results["chosen_on"] == "last" else f"chosen on {results['best']['split']}"
-    measured = results["test"] or results["best"]  # without a test, what validation says
-    split = measured["split"]
-    lines = [
-        f"{results['method']} on {results['task']}: {split} {metric} {measured['metrics'][metric]:.4f} "
-        f"(step {measured['step']} of {results['steps']}, {chosen})"
-    ]
-    for name, splits in results["references"].items():
-        if metric in splits.get(split, {}):
-            lines.append(f"  {name}: {splits[split][metric]:.4f}")
-    lines += [f"  note: {read_notice(warning)}" for warning in results["warnings"]]
-    if "published" in results:
-        lines += _published(results["published"])
-    return "\n".join(lines)
-
-
-def _published(theirs: dict[str, Any]) -> list[str]:
-    """The published figures of an experiment beside those of a run that repeats it."""
-    from oelm.study.report.numbers import figure
-
-    keys = ", ".join(theirs["differs_in"])
-    how = f"differs from the published recipe in: {keys}" if keys else "an exact repeat"
-    rows = {name: (figure(row["published"]), figure(row["here"])) for name, row in theirs["beside"].items()}
-    lines = [f"  {name:<23} {a:>14} {b:>14}" for name, (a, b) in {"": ("published", "here"), **rows}.items()]
-    return [f"{theirs['experiment']}: {how}", *lines]
+            results = results | {"published": published_beside(run.config, results)}
+        told = (
+            json.dumps(results | {"folder": str(run.folder)})
+            if as_json
+            else show.trained(results, run.folder)
+        )
+        say(told)
 
 
 @app.command()
@@ -152,8 +98,8 @@ def evaluate(
     ] = False,
     prompts: Annotated[int, typer.Option(help="Texts to continue.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens given of each.")] = 32,
-    tokens: Tokens = 64,
-    temperature: Temperature = 1.0,
+    tokens: options.Tokens = 64,
+    temperature: options.Temperature = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
@@ -166,10 +112,11 @@ def evaluate(
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure a trained model; prints JSON, with --json on one line. What is measured: docs/evaluation.md.
+    """Measure a trained model on a split; --generation and --zero-shot measure that instead.
 
     Examples: oelm evaluate runs/x --split validation; oelm evaluate runs/lm --generation;
-    oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'
+    oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'.
+    What is measured: docs/evaluation.md.
     """
     from oelm.inference.generation_quality import Writing
     from oelm.inference.trained import Trained
@@ -184,7 +131,7 @@ def evaluate(
         raise UserError("--zero-shot needs a --template, for example '{text} It was'")
     trained = Trained(run)
     answer: dict[str, Any] = {}
-    if zero_shot is None or generation or task or data:
+    if not generation and (zero_shot is None or task or data):
         answer = trained.evaluate(split, show=True, **changes)
     if generation:
         writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
@@ -194,47 +141,7 @@ def evaluate(
         columns = {"text": text, "text_pair": text_pair, "label": label, "data_dir": data_dir}
         columns = {key: value for key, value in columns.items() if value is not None}
         answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
-    say(json.dumps(answer, indent=None if as_json else 1))
-
-
-@app.command()
-def predict(
-    run: Run,
-    file: Annotated[
-        typer.FileBinaryRead, typer.Argument(help="One text per line; - is standard input.")
-    ] = "-",  # type: ignore[assignment]
-    plugin: options.Plugin = None,
-) -> None:
-    """Labels, numbers, tags, answers or targets for lines of text, as JSONL. Pairs: text, tab, text.
-
-    Example: echo 'a fine film' | oelm predict runs/x
-    """
-    from oelm.inference.prediction import lines_of
-    from oelm.inference.trained import Trained
-
-    for answer in Trained(run).predict(lines_of(file), lambda text: say(text, err=True)):
-        say(json.dumps(answer, ensure_ascii=False))
-
-
-@app.command()
-def generate(
-    run: Run,
-    prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
-    tokens: Tokens = 100,
-    temperature: Temperature = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    plugin: options.Plugin = None,
-) -> None:
-    """Continue a prompt with a language model, or write a target for it with an encoder-decoder.
-
-    Example: oelm generate runs/x 'Once upon a time'
-    """
-    from oelm.inference.trained import Trained
-
-    trained = Trained(run)
-    written = trained.generate(prompt, tokens, temperature, top_k, seed)
-    say(written if trained.writes else prompt + written)
+    say(json.dumps(answer) if as_json else show.evaluated(answer))
 
 
 @app.command()
@@ -264,44 +171,53 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
 
 @app.command()
 def status(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Runs, or folders with runs below.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, studies, or folders with runs below; default: runs.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Which runs there are, how far they are, the time left, and the use of the GPUs.
+    """Which runs there are, how far they are, the time left, and the use of the GPUs; of a study its summary.
 
     Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
     """
-    from oelm.training.status import find_runs, gpu_use, run_status
+    from oelm.study.queue_status import all_runs, slurm_lines
+    from oelm.training.status import gpu_use
 
     roots = folders or [Path("runs")]
     if as_json:
-        say(json.dumps([vars(run_status(folder)) for folder in find_runs(roots)]))
+        say(json.dumps([vars(run) for run in all_runs(roots)]))
         return
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     def picture() -> Any:
-        runs = [run_status(folder) for folder in find_runs(roots)]
+        runs = all_runs(roots)
         nothing = Text(f"no runs in {', '.join(map(str, roots))} yet")
-        return Group(status_table(runs) if runs else nothing, *map(Text, gpu_use()))
+        table = status_table(runs) if runs else nothing
+        why = [
+            f"{Path(run.folder).name}: {run.reason}" for run in runs if run.reason and run.status == "failed"
+        ]
+        return Group(table, *map(Text, (*why, *slurm_lines(roots), *gpu_use())))
 
     screen = console()
     if not watch:
         screen.print(picture())
+        for told in filter(None, map(show.study, roots)):
+            say(f"\n{told}")
     elif screen.is_terminal:
         with Live(picture(), console=screen, refresh_per_second=4) as live:
             while True:
                 time.sleep(2)
                 live.update(picture())
     else:
-        told: dict[str, str] = {}
+        seen: dict[str, str] = {}
         while True:
-            for run in map(run_status, find_runs(roots)):
+            for run in all_runs(roots):
                 line = " ".join(filter(None, _cells(run, with_task=True)))
-                if told.get(run.folder) != line:
-                    told[run.folder] = line
+                if seen.get(run.folder) != line:
+                    seen[run.folder] = line
                     say(line)
             time.sleep(2)
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm.cli import options
-from oelm.errors import RunError, UserError
+from oelm.errors import RunError
 from oelm.system.messages import notice
-from oelm.system.plugins import load_plugins
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -25,18 +24,31 @@ def study(
     name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
     task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="With commas; the others are compared with the first.")
+        str | None,
+        typer.Option(help="With commas; the others are compared with the first. Default: baseline,oelm."),
     ] = None,
-    lrs: Annotated[str | None, typer.Option(help="The grid of learning rates, with commas.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Measured runs of each method.")] = None,
+    lrs: Annotated[
+        str | None, typer.Option(help="Learning rates to try, with commas; default: 1e-4,3e-4,1e-3.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Measured runs of each method; default: 5.")] = None,
     until_decided: Annotated[
         bool, typer.Option("--until-decided", help="Add seeds, up to --max-seeds, until the data decide.")
     ] = False,
     max_seeds: Annotated[int | None, typer.Option(help="With --until-decided; default: 20.")] = None,
     margin: Annotated[
-        float | None, typer.Option(help="Smaller differences count as equal: points, or per cent of PPL.")
+        float | None,
+        typer.Option(
+            help="Smaller differences count as equal: points, or per cent of perplexity; default: 1."
+        ),
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="Where runs are trained: local, workers (see oelm work) or slurm.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Train on Slurm: --launcher slurm.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="A TOML file with keys for all your studies, such as study.slurm.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
     out: Annotated[Path | None, options.STUDY_OUT] = None,
     stop_after: options.StopAfter = None,
@@ -57,18 +69,16 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.decide import fewest_seeds
-    from oelm.study.folder import StudyFolder
     from oelm.study.report.view import Words
+    from oelm.study.request import plan_study
 
     Words(lang)  # a language that does not exist must not cost a study
-    lists = {"tasks": task, "methods": methods, "lrs": lrs}
-    table: dict[str, Any] = {"seeds": seeds, "margin": margin, "jobs": jobs, "max_seeds": max_seeds}
-    table |= {"until_decided": True} if until_decided else {}
-    table |= {key: options.parts(text) for key, text in lists.items() if text is not None}
-    planned = resolve_study(name, out, given, table, set_ or [], plugin or [])
-    title = name or given.get("data") or (task or "study").replace(",", "-")
-    folder = out or Path("studies") / Path(title).stem
-    StudyFolder(folder).check(planned)  # before anything is imported or prepared
+    table: dict[str, Any] = {
+        "tasks": task, "methods": methods, "lrs": lrs, "seeds": seeds, "max_seeds": max_seeds,
+        "margin": margin, "jobs": jobs, "until_decided": until_decided or None,
+        "launcher": "slurm" if slurm else launcher,
+    }  # fmt: skip
+    planned, folder = plan_study(name, out, given, table, set_ or (), plugin or (), profile)
     comparisons = len(planned.contrasts) * len(planned.tasks)
     if planned.looks[-1] < (fewest := fewest_seeds(comparisons)):
         count = f"{comparisons} comparison{'s' * (comparisons != 1)}"
@@ -97,17 +107,17 @@ def report(
     --publish writes the records instead, a few KB a run and without your paths; a report on them gives the
     same numbers. Examples: oelm report s; oelm report s --publish results/s
     """
-    from oelm.study.report import as_plain, summary, write_report
+    from oelm.study.request import report as write
 
     if to is not None:
         publish_records(folder, to, as_json)
         return
-    written = write_report(folder, lang)
+    result = write(folder, lang=lang)
     if as_json:
-        say(json.dumps(as_plain(written.analysis, lang), indent=1, ensure_ascii=False))
+        say(json.dumps(result.to_dict(), indent=1, ensure_ascii=False))
         return
-    say(summary(written.analysis, lang))
-    say(f"\n{written.markdown}\n{written.html}")
+    say(result)
+    say(f"\nreport   {result.written.markdown}\n         {result.html}")
 
 
 def publish_records(source: Path, to: Path, as_json: bool) -> None:
@@ -123,41 +133,6 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
         say(f"left out: {reason}")
     runs = f"{done.runs:,} run{'s' * (done.runs != 1)}"
     say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; oelm report {to} gives the same numbers")
-
-
-def resolve_study(
-    name: str | None,
-    out: Path | None,
-    given: dict[str, Any],
-    table: dict[str, Any],
-    assignments: list[str],
-    plugins: list[str],
-) -> "Study":
-    """The study a user asks for: one by name or the one in the folder, overridden by flags and --set."""
-    from oelm.config import flag_keys, merge, overrides, read_toml
-    from oelm.study.design import make_study, read_study
-    from oelm.study.folder import StudyFolder
-    from oelm.study.launchers import LAUNCHERS
-
-    if "data" in given and "tasks" not in table:
-        table = table | {"tasks": []}  # a file in place of the tasks that a study names
-    flags = flag_keys(given) | {f"study.{key}": value for key, value in table.items() if value is not None}
-    values: dict[str, Any] = {}
-    if name is not None:
-        values = read_study(name)
-    elif out is not None and (out / "study.toml").is_file():
-        load_plugins(read_toml(out / "study.toml").get("plugins", ()))
-        values = StudyFolder(out).read().to_dict()
-    elif not flags:
-        raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
-    if "study.methods" in flags:
-        values.get("study", {}).pop("arms", None)
-    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugins])]:
-        values["plugins"] = plugins
-        load_plugins(plugins)
-    study = make_study(merge(values, overrides(flags, assignments)), name or "options")
-    LAUNCHERS.find(study.table.launcher)  # before anything is prepared
-    return study
 
 
 def describe(study: "Study", out: Path) -> str:
@@ -224,23 +199,23 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.conduct import ProgressView, conduct
-    from oelm.study.report import as_plain, summary, write_report
+    from oelm.study.request import conduct_study
 
-    with ProgressView() as view:
-        progress = conduct(study, out, limit, view.show)
-    written = write_report(out, lang)
+    result = conduct_study(study, out, limit, lang)
     if as_json:
-        say(json.dumps(as_plain(written.analysis), ensure_ascii=False))
+        say(json.dumps(result.to_dict(), ensure_ascii=False))
         return
-    say(summary(written.analysis, lang))
+    say(result)
     say("")
-    for folder in sorted(out.glob("runs/*/*/*/model")):
+    models = sorted(out.glob("runs/*/*/*/model"))
+    for folder in models:
         say(f"model    {folder}")
-    for name, reason in progress.failed.items():
+    for name, reason in result.failed.items():
         say(f"failed   {name}: {reason}")
-    say(f"report   {written.html}")
-    if progress.failed and not any(setting.tests for setting in progress.settings):
+    say(f"report   {result.html}")
+    if models:
+        say(f"next     open the report in a browser; oelm predict {models[0].parent} texts.txt")
+    if result.failed and not result.measured:
         raise RunError(notice("study.nothing_measured"))
 
 

@@ -124,13 +124,6 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
                     f"{part.source.where(first + i)}: column {part.columns[role]!r} holds "
                     f"{type(word).__name__} {str(word)[:30]!r} where text was expected"
                 )
-            try:
-                word.encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"{part.source.where(first + i)}: column {part.columns[role]!r} holds half a surrogate "
-                    "pair, which is not text; repair the file's encoding"
-                ) from None
 
 
 def joined(parts: list[Part], name: str) -> Array:

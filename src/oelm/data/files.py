@@ -1,4 +1,5 @@
 """Reading tables row by row: Parquet, CSV, TSV and JSON lines in chunks, with bounded memory; JSON and CoNLL.
+Plain text: `oelm.data.documents`.
 
 A file that cannot be read as what its name says is refused in one line that names the file and the row.
 """
@@ -9,15 +10,16 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from oelm.config import SUFFIXES
 from oelm.errors import UserError
 from oelm.system.library_errors import first_line, is_out_of_memory
 
+T = TypeVar("T")
 Chunk = dict[str, list[Any]]  # column -> values; all columns equally long
 CHUNK_ROWS = 256
 
@@ -31,6 +33,15 @@ class Source(ABC):
     @abstractmethod
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
         """The rows, in order; a column that is not there is refused with the names of those that are."""
+
+    def names(self) -> list[str]:
+        """The columns of every row; empty where rows may differ."""
+        return []
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row with all its columns."""
+        for chunk in self.chunks(self.names()):
+            yield from (dict(zip(chunk, row, strict=True)) for row in zip(*chunk.values(), strict=True))
 
     def digest(self) -> str:
         """Of the files' bytes, in this order."""
@@ -48,10 +59,25 @@ class Source(ABC):
         for column in wanted:
             if column not in present:
                 raise UserError(f"{self.name} has no column {column!r}; it has: {', '.join(present)}")
+            if (count := present.count(column)) > 1:
+                raise UserError(f"{self.name} has {count} columns named {column!r}; rename them")
 
 
 class ParquetSource(Source):
     """One table in one or more Parquet files."""
+
+    def schema(self) -> Any:
+        """Names and types of the columns, as pyarrow has them."""
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_schema(self.paths[0])
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{self.name} cannot be read as Parquet: {first_line(error)}") from None
+
+    def names(self) -> list[str]:
+        return list(self.schema().names)
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
         import pyarrow
@@ -78,11 +104,14 @@ class TextSource(Source):
     """A table of lines in UTF-8."""
 
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
+        return self._read(lambda file: self._rows(file, columns))
+
+    def _read(self, read: Callable[[IO[str]], Iterable[T]]) -> Iterator[T]:
         try:
             with self.paths[0].open(encoding="utf-8-sig", newline="") as file:
-                yield from self._rows(file, columns)
+                yield from read(file)
         except UnicodeDecodeError:
-            self._check_bytes()
+            check_utf8(self.paths[0])
             raise
 
     @abstractmethod
@@ -95,31 +124,53 @@ class TextSource(Source):
             for place, record in some:
                 if missing := [column for column in columns if column not in record]:
                     raise UserError(f"{place} has no {missing[0]!r}; it has: {', '.join(record)}")
+                for column in columns:
+                    self._check_text(record[column], place, column)
             yield {column: [record[column] for _, record in some] for column in columns}
 
-    def _check_bytes(self) -> None:
-        """Name the first line that is not UTF-8; the decoder knows only a place in its buffer."""
-        with self.paths[0].open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{self.name}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8; save the "
-                        "file as text in UTF-8 (it may be compressed, or a spreadsheet)"
-                    ) from None
+    def _check_text(self, value: Any, place: str, column: str) -> None:
+        """Refuse what JSON can say and UTF-8 cannot: half of a surrogate pair, in a text, label or list."""
+        try:
+            (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{place}: column {column!r} holds half a surrogate pair, which is not text; repair the "
+                "file's encoding"
+            ) from None
+
+
+def check_utf8(path: Path) -> None:
+    """Name the first line that is not UTF-8; the decoder knows only a place in its buffer."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8; save the "
+                    "file as text in UTF-8 (it may be compressed, or a spreadsheet)"
+                ) from None
 
 
 class CsvSource(TextSource):
     """A CSV (comma, semicolon or tab) or TSV file with a header line."""
 
-    def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
+    def names(self) -> list[str]:
+        try:
+            return next(self._read(lambda file: islice(self._reader(file), 1)), [])
+        except csv.Error:  # `chunks` says where
+            return []
+
+    def _reader(self, file: IO[str]) -> Any:
         csv.field_size_limit(sys.maxsize)
         tabs = self.paths[0].suffix.lower() == ".tsv"
         names = file.readline()
         file.seek(0)
         delimiter = "\t" if tabs else next((mark for mark in ",\t;" if mark in names), ",")
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        return csv.reader(file, delimiter=delimiter, strict=True)
+
+    def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
+        reader = self._reader(file)
         try:
             yield from self._chunks(reader, columns)
         except csv.Error as error:
@@ -131,9 +182,6 @@ class CsvSource(TextSource):
         if not header:
             raise UserError(f"{self.name} is empty: the first line must name the columns")
         self._require(header, columns)
-        for column in columns:
-            if (count := header.count(column)) > 1:
-                raise UserError(f"{self.name} has {count} columns named {column!r}; rename them")
         rows = enumerate(((reader.line_num, fields) for fields in reader if fields), 1)  # not blank lines
         while chunk := list(islice(rows, CHUNK_ROWS)):
             for row, (line, fields) in chunk:
@@ -146,12 +194,25 @@ class CsvSource(TextSource):
             yield {column: [fields[at] for _, (_, fields) in chunk] for column, at in places.items()}
 
 
-class JsonlSource(TextSource):
-    """JSON lines: one object per line."""
+class RecordSource(TextSource):
+    """Objects, which may have different keys."""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return (record for _, record in self._read(self._records))
 
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        yield from self._chunked((self._record(line, number) for number, line in lines), columns)
+        return self._chunked(self._records(file), columns)
+
+    @abstractmethod
+    def _records(self, file: IO[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every object, with the place that a message names."""
+
+
+class JsonlSource(RecordSource):
+    """JSON lines: one object per line."""
+
+    def _records(self, file: IO[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        return (self._record(line, number) for number, line in enumerate(file, 1) if line.strip())
 
     def _record(self, line: str, number: int) -> tuple[str, dict[str, Any]]:
         place = f"{self.name}, line {number}"
@@ -168,10 +229,10 @@ class JsonlSource(TextSource):
         return place, record
 
 
-class JsonSource(TextSource):
+class JsonSource(RecordSource):
     """One JSON value: a list of objects, or {"data": [...]} with such a list or SQuAD's nested documents."""
 
-    def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
+    def _records(self, file: IO[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             value = json.load(file)
         except (ValueError, RecursionError) as error:
@@ -182,7 +243,7 @@ class JsonSource(TextSource):
             raise UserError(f'{self.name}: a list of objects, or {{"data": [...]}} with one, was expected')
         nested = [row for row in rows if "paragraphs" in row]
         records = self._questions(nested) if nested else rows
-        yield from self._chunked(((self.where(row), record) for row, record in enumerate(records)), columns)
+        yield from ((self.where(row), record) for row, record in enumerate(records))
 
     def _questions(self, documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The questions of SQuAD's own files, one row each, as the hub has them."""
@@ -229,18 +290,28 @@ class ConllSource(TextSource):
         return f"{self.name}, sentence {row + 1}"
 
 
-def open_file(path: str | Path) -> Source:
-    """The reader for a user's file, by its name."""
+def open_file(path: str | Path, tagged: bool = False) -> Source:
+    """The reader for a user's file, by its name, or for a folder of .txt files. A .txt file holds documents,
+    or CoNLL's columns if `tagged`."""
+    from oelm.data.documents import DocumentSource, FolderSource, holds_texts
+
     path = Path(path)
+    if holds_texts(path):
+        return FolderSource(path)
     if path.is_dir():
-        raise UserError(f"{path} is a folder; give one file ({', '.join(SUFFIXES)})")
+        raise UserError(
+            f"{path} is a folder; give one file ({', '.join(SUFFIXES)}), or a folder of .txt files"
+        )
     if not path.exists():
         raise UserError(f"there is no file {path}")
+    if not path.is_file():
+        raise UserError(f"{path} is a pipe or a device, which cannot be read twice; save it as a file first")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} cannot be read: permission denied")
     readers: dict[str, type[ParquetSource | TextSource]]
     readers = {".parquet": ParquetSource, ".jsonl": JsonlSource, ".csv": CsvSource, ".tsv": CsvSource}
-    readers |= {".json": JsonSource, ".conll": ConllSource, ".txt": ConllSource}
+    readers |= {".json": JsonSource, ".conll": ConllSource}
+    readers[".txt"] = ConllSource if tagged else DocumentSource
     if (suffix := path.suffix.lower()) not in readers:
         raise UserError(f"{path}: cannot tell what kind of file this is; name it {' or '.join(SUFFIXES)}")
     return readers[suffix](path)

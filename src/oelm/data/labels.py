@@ -53,7 +53,7 @@ def user_labels(values: list[Any], source: Source, column: str, as_names: bool =
     if "true or false" in kinds or (as_names and not numbers):
         return names
     if all_whole(names):
-        return [_plain(name) for name in names]
+        return [whole_number(name) for name in names]
     try:
         given = [Decimal(name) for name in names]
     except InvalidOperation:
@@ -93,7 +93,7 @@ def all_whole(names: Iterable[str]) -> bool:
     return all(WHOLE.fullmatch(name) for name in names)
 
 
-def _plain(name: str) -> str:
+def whole_number(name: str) -> str:
     """The one spelling of a whole number, digit by digit: a float would round large ones."""
     sign, digits = WHOLE.sub(r"\1 \2", name).split(" ")
     return f"-{digits}" if sign == "-" and digits != "0" else digits

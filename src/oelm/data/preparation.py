@@ -12,6 +12,7 @@ import numpy as np
 
 from oelm.data.catalogue import HELD_OUT, TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
+from oelm.data.documents import holds_texts
 from oelm.data.files import Chunk
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import Store, open_store
@@ -138,7 +139,8 @@ def _manifest(
 
 @dataclass(frozen=True)
 class Choice:
-    """`data` is a task's name, a file, or the folder of a prepared store; the rest says how to read it.
+    """`data` is a task's name, a file, a folder of .txt files or of a prepared store; the rest says how to
+    read it.
 
     `tokenizer=None` means gpt2 for a task and train:8192 for a file.
     """
@@ -165,15 +167,15 @@ class Choice:
         """Whether there is a validation split: held out, or with the data; known before it is prepared."""
         if self.data in TASKS:
             return self.hold_out or TASKS[self.data].validation != HELD_OUT
-        if (folder := Path(self.data)).is_dir():
+        if (folder := Path(self.data)).is_dir() and not holds_texts(folder):
             return holds_bins(folder) or "validation" in open_store(folder).splits
         return self.hold_out
 
     def load(self) -> Dataset:
         """The rows, checked and assigned to splits."""
         if self.data in TASKS:
-            for name in ("text_pair", "test_file", "target", "kind", "metric"):
-                if getattr(self, name) is not None:
+            for name in ("text", "label", "text_pair", "test_file", "target", "kind", "metric"):
+                if getattr(self, name) != getattr(type(self), name):
                     raise UserError(
                         f"{self.data} is a task with fixed columns and splits; {name} is for files"
                     )
@@ -181,6 +183,8 @@ class Choice:
             return load_task(self.data, **{name: getattr(self, name) for name in names})
         if not Path(self.data).suffix and not Path(self.data).exists():
             raise UserError(f"{self.data!r} is neither a task (see `oelm data list`) nor a file")
+        if self.train_on is not None:
+            raise UserError(f"train_on is for the task xnli; {self.data} is a file of its own")
         columns = ("text", "text_pair", "label", "target", "kind", "metric", "test_file")
         rest = {name: getattr(self, name) for name in (*columns, "train_size", "split_seed", "hold_out")}
         return load_file(self.data, **rest)
@@ -188,7 +192,7 @@ class Choice:
     def store(self, cache: str | Path | None = None, show_progress: bool = False) -> Store:
         """The prepared store: opened, found in the cache, or made."""
         folder = Path(self.data)
-        if folder.is_dir() and self.data not in TASKS:
+        if folder.is_dir() and self.data not in TASKS and not holds_texts(folder):
             if holds_bins(folder):
                 return prepare_bins(folder, self.tokenizer, self.max_length, cache)
             return open_store(folder)

@@ -9,9 +9,11 @@ from typing import Any
 from oelm.data import dataset as data
 from oelm.data.catalogue import HELD_OUT, Task, get_task
 from oelm.data.dataset import HOLD_OUT_SEED, Dataset, Part
+from oelm.data.documents import is_text
 from oelm.data.files import CHUNK_ROWS, Chunk, ParquetSource, Source, open_file
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
+from oelm.system.hub import hub_host, hub_reachable
 from oelm.system.library_errors import first_line
 
 SHARE = 0.1  # of a user's file that validation takes and, without a test file, test
@@ -45,15 +47,16 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
         raise UserError(f"{task.name} needs {data_dir / task.folder / split}.parquet, which is not there")
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
+    if not (online := hub_reachable()):
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when datasets is imported: the cache, and no waiting
     import datasets
 
     try:
         table = datasets.load_dataset(task.hub.path, task.hub.config, revision=task.hub.revision, split=split)
     except Exception as error:  # whatever the network or the hub may answer
-        raise UserError(
-            f"{task.name} cannot be loaded from the hub ({first_line(error)}); without a network, "
-            "name a folder that holds it with --data-dir or OELM_DATA_DIR"
-        ) from None
+        why = first_line(error) if online else f"it is not in the cache, and {hub_host()} cannot be reached"
+        hint = "name a folder that holds it with --data-dir or OELM_DATA_DIR"
+        raise UserError(f"{task.name} cannot be loaded from the hub: {why}; {hint}") from None
     return HubSource(f"{task.hub.path}, split {split}", table)
 
 
@@ -135,22 +138,29 @@ def load_file(
     split_seed: int = 0,
     hold_out: bool = True,
 ) -> Dataset:
-    """A user's file as a task of a `kind`: by default classification or, with `target`, writing that column
-    for the text (seq2seq). `metric`: another than the kind's usual one decides.
+    """A user's file as a task of a `kind`. Default: lm (language modelling) of plain text, seq2seq where a
+    `target` is to be written for the text, else classification. `metric`: another than the kind's usual one
+    decides.
 
     Validation and (without a test file) test parts are split off, stratified by class or in whole groups of
     equal sources; which rows they take depends on the texts and `split_seed`, not on the order of the rows.
     Without `hold_out` the rows of the validation part stay in train.
     """
-    of = task_kind(kind or ("seq2seq" if target else "classification"))
+    plain = "lm" if is_text(Path(path)) else "classification"
+    of = task_kind(kind or ("seq2seq" if target else plain))
     if target and not of.writes:
         raise UserError(
             f"target is the column of a text to be written (seq2seq); it does not go with {of.name}"
         )
     columns = of.file_columns(text, text_pair, label, target)
-    parts = [Part(open_file(path), columns, "train")]
+    tagged = "tokens" in columns
+    parts = [Part(open_file(path, tagged), columns, "train")]
+    names = parts[0].source.names()
+    if kind is None and text in names and columns.get("label", text) not in names:
+        has = f"{path} has no column {label!r}; it has: {', '.join(names)}"
+        raise UserError(f"{has}; name the labels with --label, or train a language model with --lm")
     if test_file:
-        parts.append(Part(open_file(test_file), columns, "test"))
+        parts.append(Part(open_file(test_file, tagged), columns, "test"))
     held = {"validation": SHARE}
     if not test_file:  # shares are of the whole file, and test is taken first
         held = {"test": SHARE, "validation": SHARE / (1 - SHARE)}

@@ -6,6 +6,7 @@ the special token. Special tokens come only from the tokenizer's own template.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from oelm.errors import Interrupted, UserError
+from oelm.system.hub import hub_reachable, not_there, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
 JOINER = " [SEP]"  # between the texts of a pair where the tokenizer has no template for pairs
-SMALLEST = 257  # 256 bytes and one special token
+SMALLEST, LARGEST = 257, 1_000_000  # tokens of a trained vocabulary: 256 bytes and one special one at least
 
 
 def trained_size(name: str) -> int | None:
@@ -26,8 +28,9 @@ def trained_size(name: str) -> int | None:
     if not name.startswith("train:"):
         return None
     size = name.removeprefix("train:")
-    if not size.isdecimal() or int(size) < SMALLEST:
-        raise UserError(f"tokenizer {name!r}: a trained vocabulary needs a size of at least {SMALLEST}")
+    if not re.fullmatch(r"[0-9]{1,9}", size) or not SMALLEST <= int(size) <= LARGEST:
+        must = f"between {SMALLEST} and {LARGEST:,} tokens"
+        raise UserError(f"tokenizer {name[:40]!r}: a trained vocabulary has {must}, as in train:8192")
     return int(size)
 
 
@@ -60,15 +63,18 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = None if folder is None else _from_vocabulary(folder)
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(folder or name, trust_remote_code=False)
+            hub = with_cache_only(str(folder or name), {})
+            tokenizer = AutoTokenizer.from_pretrained(folder or name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the network or the hub: many ways inside the libraries
         if isinstance(error, UserError | Interrupted) or is_out_of_memory(error):
             raise
         if folder is not None:
             raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
+        if not hub_reachable():
+            hint = "set OELM_TOKENIZER_DIR to a folder that has it, or use --tokenizer train:8192"
+            raise UserError(f"the tokenizer {not_there(name)}; {hint}") from None
         raise UserError(
-            f"tokenizer {name!r} is no folder and cannot be loaded from the hub ({first_line(error)}); "
-            "without a network, set OELM_TOKENIZER_DIR, or use train:8192"
+            f"tokenizer {name!r} is no folder and cannot be loaded from the hub: {first_line(error)}"
         ) from None
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {name!r} has no fast version, which is needed here")

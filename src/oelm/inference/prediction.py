@@ -1,11 +1,13 @@
 """Answers to lines of text: encoded ahead of the model, computed in batches by length, given in order."""
 
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,20 @@ def outputs_of(reader: Reader, items: Items, precision: str) -> list[Any]:
         for item, *values in zip(chosen.tolist(), *rows, strict=True):
             said[item] = values
     return said
+
+
+def open_lines(path: Path) -> Iterator[str | None]:
+    """The lines of a text file, or of standard input where it is "-"."""
+    if str(path) == "-":
+        yield from lines_of(sys.stdin.buffer)
+        return
+    if path.suffix.lower() == ".conll":
+        raise UserError(f"{path}: CoNLL's columns are not lines of text; oelm evaluate compares its tags")
+    try:
+        with path.open("rb") as file:
+            yield from lines_of(file)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def lines_of(file: Any) -> Iterator[str | None]:

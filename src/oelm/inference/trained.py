@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ class Trained:
         """Whether the model reads a source and writes a target for it."""
         return writes_targets(self.model)
 
+    @cached_property
+    def reader(self) -> Reader:
+        """How this kind of model answers lines."""
+        agree_on_padding(self.model, self.tokenizer)
+        return reader_of(self.model)(self.model, self.tokenizer, self.max_length)
+
     def predict(
         self, lines: Iterable[str | None], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
@@ -81,11 +88,10 @@ class Trained:
         Lines are answered many at a time, and at once where the input pauses: None among them says so. Where
         a line cannot be read, all before it are answered first. In the end it is said how many lines were
         empty, and how many too long."""
-        agree_on_padding(self.model, self.tokenizer)
-        reader, counts = reader_of(self.model)(self.model, self.tokenizer, self.max_length), Counts()
+        counts = Counts()
         refused: UserError | None = None
         try:
-            yield from predict(reader, lines, self.precision, counts)
+            yield from predict(self.reader, lines, self.precision, counts)
         except UserError as error:
             refused = error
         if counts.empty:
@@ -101,8 +107,12 @@ class Trained:
         if "name" in changes or "data" in changes:
             other = ("name", "data", "test_file", "train_size", "train_on")
             changes = dict.fromkeys(other) | {"hold_out": True} | changes
+            known = getattr(self.model.config, "task_kind", None)
+            if changes["data"] and not task.kind and known and task_kind(known).stream:
+                changes = {"kind": known} | changes  # known from the .txt file of its training
         if changes.get("name"):  # which a file's columns say nothing of
-            changes = {"kind": None, "metric": None, **changes}
+            own = ("text", "label", "text_pair", "target", "kind", "metric")
+            changes = {name: getattr(TaskConfig, name) for name in own} | changes
         task = replace(task, **changes)
         store = replace(choice_of(task, None), tokenizer=str(self.folder)).store(show_progress=True)
         check_tokenizer(store, self.tokenizer, str(self.folder))
@@ -130,7 +140,8 @@ class Trained:
             packed = packs and objective.kind.packable
             layout = Layout(packed=packed, segments=takes_segments(self.model))
             measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
-        return {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
+        answer = {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
+        return answer | ({"labels": store.label_names} if store.label_names else {})
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
         """How a language model continues the beginnings of a corpus's texts: `generation_quality`."""

@@ -5,7 +5,7 @@ inputs of independent entries of variance 1, before rotary positions, position b
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from oelm.method import HEAD_ROLES, RATIO_OF
 from oelm.models.families import Site, find_sites
+from oelm.models.learned import has_qk_norm
 from oelm.system.messages import Notice
 
 
@@ -58,6 +59,8 @@ class ConversionReport:
     freeze_ratio: float | None = None
     freeze_ratio_of: str = "all"
     reached: float | None = None  # the share that freeze_ratio froze
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # the method's freeze_schedule
+    frozen_at_end: int | None = None  # when the schedule is over; None without one
 
     @property
     def trainable(self) -> int:
@@ -92,6 +95,12 @@ class ConversionReport:
         )
 
     def _summary(self) -> Iterable[str]:
+        if self.frozen_at_end is not None:
+            words = ", ".join(f"{key} = {value}" for key, value in self.schedule.items())
+            yield (
+                f"these are the numbers of the first step; by the schedule ({words}) it ends with "
+                f"{self.total - self.frozen_at_end:,} trainable + {self.frozen_at_end:,} frozen"
+            )
         if self.reached is not None:
             parts = RATIO_OF[self.freeze_ratio_of]
             yield f"freeze_ratio {self.freeze_ratio}: {100 * self.reached:.2f} % of {parts}"
@@ -125,8 +134,7 @@ def score_scales(model: nn.Module) -> list[ScoreScale]:
 
 def _predicted(model: nn.Module, q: Site, k: Site) -> list[float | None]:
     """For x and y of independent entries: Var_y (Wx + b).(Vy) = tr(W'W V'V) + b'V V'b, for each head."""
-    attention = model.get_submodule(q.attention)
-    if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
+    if has_qk_norm(model, q):
         return [None] * q.heads  # as in Qwen3: the norms set the scale, whatever the weights
     wq, wk = (site.weight.detach().float().unflatten(0, (site.heads, -1)) for site in (q, k))  # (H, D, C)
     wk = wk.repeat_interleave(q.heads // k.heads, 0)

@@ -303,7 +303,7 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
     for site in find_sites(model):
         if method.freezes(site.role, site.layer, site.num_layers):
             weight_only = method.freeze_ratio is not None and site.role not in HEAD_ROLES
-            frozen += [site.module.weight] if weight_only else site.module.parameters(recurse=False)
+            frozen += [site.module.weight] if weight_only else [site.module.weight, site.module.bias]
     for role, modules in whole_model_roles(model).items():
         selected: Iterable[nn.Module] = ()
         if method.freeze.get(role) == "all":
@@ -313,7 +313,7 @@ def frozen_names(model: nn.Module, method: Method) -> set[str]:
         frozen += [p for module in selected for p in module.parameters(recurse=False)]
     # A tied parameter has several names; `named_parameters` reports it under the first.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(parameter)] for parameter in frozen}
+    return {names[id(parameter)] for parameter in frozen if parameter is not None}
 
 
 def _norms_of_layers(model: nn.Module, norms: dict[str, nn.Module], selection: str) -> list[nn.Module]:
@@ -340,6 +340,29 @@ def layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, in
     for match in places.values():
         depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
     return {name: (int(match[2]), depths[match[1]]) for name, match in places.items()}
+
+
+def depths_from_top(model: nn.Module) -> dict[str, int]:
+    """How far below the task's head each parameter is: 0 for the head, 1 for the top layer, 2 for the one
+    below, and so on down to the embeddings and their norms. A final norm counts as part of the top layer, a
+    pooler as part of the head. The layers of an encoder and of a decoder are counted separately, each from
+    its own top."""
+    embedding_norms = family_of(model).embedding_norms
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    layers = layers_of(model, [name for name, _ in model.named_parameters()])
+    bodies = {name.partition(".")[0] for name in layers}  # T5 has two beside its head, others one
+    deepest = max((count for _, count in layers.values()), default=0)
+    depths = {}
+    for name, parameter in model.named_parameters():
+        module = relative_name(model, name).rpartition(".")[0]
+        if id(parameter) in embeddings or module in embedding_norms:
+            depths[name] = deepest + 1
+        elif name in layers:
+            layer, count = layers[name]
+            depths[name] = count - layer
+        else:
+            depths[name] = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
+    return depths
 
 
 def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Conv1D
 
+from oelm.models.learned import effective
+
 PARTS = ("q", "k", "v")
 
 
@@ -117,17 +119,16 @@ def packed_linear(
 ) -> Tensor:
     """The outputs of the q, k and v projections in one fused tensor, by one matrix product. `joint` is their
     fused weight, if it exists already."""
-    weights = [part.weight for part in parts]
-    biases = None if parts[0].bias is None else [part.bias for part in parts]
+    every = [tensor for part in parts for tensor in effective(part)]
+    weights = [weight for weight in every[::2] if weight is not None]
+    biases = [bias for bias in every[1::2] if bias is not None] or None
     if joint is None and _alike([*weights, *(biases or [])]):
         bias = None if biases is None else fuse(biases, heads, layout)
         return F.linear(x, fuse(weights, heads, layout), bias)
     with torch.no_grad():
         weight = fuse(weights, heads, layout) if joint is None else joint
         bias = None if biases is None else fuse(biases, heads, layout)
-    trained = [
-        t if t is not None and t.requires_grad else None for part in parts for t in (part.weight, part.bias)
-    ]
+    trained = [tensor if tensor is not None and tensor.requires_grad else None for tensor in every]
     return _PackedProduct.apply(*as_autocast(x, weight, bias), (heads, layout), *trained)
 
 
@@ -142,7 +143,7 @@ def split_linear(
     """The outputs of several projections of one input, all without bias, by one matrix product. `joint` is
     their concatenated weight, if it exists already. No gradient flows through the first `constant`
     outputs."""
-    weights = [part.weight for part in parts]
+    weights = [effective(part)[0] for part in parts]
     if joint is None and not constant and _alike(weights):
         return F.linear(x, torch.cat(weights)).chunk(len(parts), -1)
     with torch.no_grad():
@@ -188,13 +189,13 @@ class SplitQKV(nn.Module):
     # Read by code that knows the fused module, such as torch.distributed.checkpoint.
     @property
     def weight(self) -> Tensor:
-        weight = fuse([part.weight for part in self.parts], self.heads, self.layout)
+        weight = fuse([effective(part)[0] for part in self.parts], self.heads, self.layout)
         return weight.t().contiguous() if self.transposed else weight
 
     @property
     def bias(self) -> Tensor | None:
-        biases = [part.bias for part in self.parts]
-        return None if biases[0] is None else fuse(biases, self.heads, self.layout)
+        biases = [bias for part in self.parts if (bias := effective(part)[1]) is not None]
+        return fuse(biases, self.heads, self.layout) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2] == 1 and not torch.is_grad_enabled():  # a token of a text that is generated

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import PRESETS, SIZES
 
 
+@strict  # as transformers' own: a value of another type is refused
 class OelmGPTConfig(PreTrainedConfig):
     """`oelm` holds the method a model was converted with, `init_seed` where its weights start."""
 
@@ -27,10 +29,10 @@ class OelmGPTConfig(PreTrainedConfig):
     num_heads: int = 8
     d_ff: int = 0  # 0: 4 * d_model
     positions: str = "learned"  # or "rotary"
-    rope_theta: float = 10000.0
-    dropout: float = 0.0  # embeddings, residual branches, task head
-    attention_dropout: float = 0.0
-    layer_norm_eps: float = 1e-5
+    rope_theta: float | int = 10000.0
+    dropout: float | int = 0.0  # embeddings, residual branches, task head
+    attention_dropout: float | int = 0.0
+    layer_norm_eps: float | int = 1e-5
     pooling: str = "last"  # the last valid token goes to the classifier; or "mean"
     init_seed: int = 0
     use_cache: bool = True

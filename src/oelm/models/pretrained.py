@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
+from oelm.system.hub import not_there, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
 from oelm.system.private_transformers import hub_file, initialize_again
 
@@ -33,6 +34,7 @@ ALWAYS = {
     "ignore_mismatched_sizes": True,
     "output_loading_info": True,
 }
+MOST = 1000  # layers, and heads of one; they are made one by one
 LAYER = re.compile(r"\.\d+\.")
 INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 PLAIN = re.compile(r"[^/\\\x00]+\.safetensors")  # a file of the checkpoint's own folder
@@ -51,15 +53,22 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
     if not Path(path).is_dir() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise UserError(f"{name}: there is no such folder")  # nor can it be a name on the hub
     try:
+        hub = with_cache_only(path, hub)
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except Exception as error:  # a broken file, the hub and the network fail in many ways
         if is_out_of_memory(error):
             raise
         if wants_remote_code(error):
             raise _own_code(name) from None
+        if hub.get("local_files_only") and not Path(path).exists():
+            raise UserError(not_there(path)) from None
         raise UserError(f"{name} is not a model that can be loaded: {first_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)
+    for key in ("num_hidden_layers", "num_attention_heads"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not 1 <= value <= MOST:
+            raise UserError(f"{name}: config.json says {key} = {value:,}; it must be between 1 and {MOST:,}")
     if getattr(config, "quantization_config", None):
         raise UserError(f"{name} is quantised: use the full-precision model, and quantise it afterwards")
     return config
@@ -74,7 +83,7 @@ def check_checkpoint(name: str) -> None:
 def check_files(name: str, **kwargs: Any) -> None:
     """Refuse a checkpoint if loading it would read anything but safetensors of its own folder. `kwargs` are
     `from_pretrained`'s."""
-    hub = hub_arguments(kwargs)
+    hub = with_cache_only(name, hub_arguments(kwargs))
     weights = getattr(
         load_config(name, **hub), "transformers_weights", None
     )  # a file, if the config names one
@@ -136,7 +145,7 @@ def load_as_saved(name: str, **kwargs: Any) -> PreTrainedModel:
     import oelm.models.gpt as gpt
 
     config = load_config(name, **hub_arguments(kwargs))
-    architecture = (config.architectures or [""])[0]
+    architecture = str((config.architectures or [""])[0])
     cls = getattr(gpt, architecture, None) or getattr(transformers, architecture, None)
     if cls is None:
         named = f"the architecture {architecture!r}, which transformers does not know"
@@ -149,14 +158,17 @@ def load_checkpoint(
 ) -> tuple[PreTrainedModel, set[str]]:
     """A model of this class, or of this Auto class, with a checkpoint's weights, and the names of the
     parameters that are not from the checkpoint: the task's head with `new_head`, else none."""
+    kwargs = with_cache_only(name, kwargs)
     check_files(name, **kwargs)
     with _quiet():
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # a config may say anything, such as 0 heads
             if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
-            raise UserError(f"{name} cannot be loaded: {first_line(error)}") from None
+            known = isinstance(error, OSError | ValueError | KeyError | RuntimeError | SafetensorError)
+            why = "" if known else f"its config.json may be wrong: {type(error).__name__}, "
+            raise UserError(f"{name} cannot be loaded: {why}{first_line(error)}") from None
     shapes = {key: (tuple(saved), tuple(wanted)) for key, saved, wanted in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(shapes)
     heads = _heads(model, missing, shapes if "num_labels" in kwargs else ()) if new_head else set()
@@ -167,6 +179,9 @@ def load_checkpoint(
         raise _mismatch(name, f"{_tensors(lost)} of {type(model).__name__} not there: {lost[0]}")
     if extra := _unexpected(model, info["unexpected_keys"], every=not new_head):
         raise _mismatch(name, f"{_tensors(extra)} its config has no place for: {extra[0]}")
+    for key, weight in model.named_parameters():
+        if not weight.is_meta and not weight.isfinite().all():
+            raise UserError(f"{name}: {key} holds infinity or NaN; use a model with finite weights")
     return model, heads
 
 

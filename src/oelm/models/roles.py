@@ -39,7 +39,10 @@ def role_scales(model: nn.Module, training: TrainingConfig, key: str) -> dict[st
     scales = getattr(training, key)
     if not scales:
         return {name: 1.0 for name, _ in model.named_parameters()}
-    trained, found = {name for name, p in model.named_parameters() if p.requires_grad}, {}
+    record = getattr(model.config, "oelm", None) or {"method": {}}
+    now_and_then = bool(record["method"].get("freeze_schedule"))  # all that is frozen trains at some time
+    trained = {name for name, p in model.named_parameters() if p.requires_grad or now_and_then}
+    found = {}
     for name, roles in roles_of(model).items():
         factors = {role: scales.get(role, 1.0) for role in sorted(roles)}
         if len({*factors.values()}) > 1 and name in trained:

@@ -73,6 +73,10 @@ class RecordableAdamW(torch.optim.AdamW):
         self.clip = 0.0  # the largest norm of the gradients; 0: any
         self.made_of: list[list[float]] = []  # what the tables were made of: addresses, above all
 
+    def forget(self) -> None:
+        """Forget what trains: the next step's gradients say it anew. Moments stay with their weights."""
+        self.weights, self.array, self.together, self.copies, self.made_of = [], None, False, {}, []
+
     def rooms(self) -> dict[int, Tensor]:
         """A new place for every weight's gradient, by the weight's id: one behind the other."""
         if not self.weights:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Conv1D
 
 from oelm.models.gpt_block import SelfAttention
+from oelm.models.learned import learned_layers
 from oelm.speed.forward import FastForward
 from oelm.system.private_torch import add_all_, copy_all_, version_of
 
@@ -27,7 +28,8 @@ class Bf16Copies:
         self.forward = forward
         self.joint: dict[int, torch.Tensor] = {}  # q, k and v in one, by the id of their attention
         for module in model.modules():
-            if forward is not None and isinstance(module, SelfAttention):
+            # Where something is learned beside q and k, they are formed anew at every step.
+            if forward is not None and isinstance(module, SelfAttention) and not learned_layers(module):
                 parts = (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
                 joint = torch.cat([part.detach().to(dtype) for part in parts])
                 self.joint[id(module)] = joint

@@ -22,8 +22,9 @@ class GraphedStep:
 
     `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm;
     `follow` runs outside the graph: it refreshes the bf16 copies where weights were changed, e.g. by loading.
-    The first time a shape is met it is computed as usual, which also lets kernels tune themselves and the
-    optimizer make its state; the second time it is recorded.
+    The first shape of all is computed as usual when it is met, which lets kernels compile themselves and the
+    optimizer make its state. Every other one is recorded at once, or, where that fails because a kernel has
+    to be loaded first, computed as usual and recorded when it is met again.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class GraphedStep:
         self.follow()
         key = shapes_of(batch)
         if key not in self.graphs:
-            if key not in self.met or self.failed or len(self.graphs) >= MOST_GRAPHS:
-                self.met.add(key)
-                loss, self.norm = self._take(batch.to(self.device))
+            static, recorded = batch.to(self.device), None
+            if self.met and not self.failed and len(self.graphs) < MOST_GRAPHS:
+                recorded = self._record(lambda: self._take(static))
+                if recorded is None and key not in self.met:
+                    self.failed = ""
+            self.met.add(key)
+            if recorded is None:
+                loss, self.norm = self._take(static)
                 return loss
-            static = batch.to(self.device)
-            if (recorded := self._record(lambda: self._take(static))) is None:
-                return self.backward(batch, scale)
             graph, (loss, norm) = recorded
             self.graphs[key] = graph, static, loss, norm
         graph, static, loss, norm = self.graphs[key]

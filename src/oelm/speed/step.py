@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oelm.audit import method_of
 from oelm.data import Epoch
 from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
@@ -51,7 +52,9 @@ class FastStep(PlainStep):
         training, raw = self.config.training, self.raw
         self.can = here(self.state.device)
         self.rows = None  # of the embedding: in use, of all
-        if not training.fsdp and not self.objective.kind.stream:
+        # An embedding that is frozen now and then keeps its rows together.
+        frozen = "embeddings" in method_of(raw).freeze
+        if not training.fsdp and not self.objective.kind.stream and not frozen:
             self.rows = set_aside(raw, self.objective.store.used_tokens())
         self.padded, self.eager = self._why_padded(), self._why_eager()
         packed, recorded = self.padded is None, self.eager is None
@@ -90,7 +93,17 @@ class FastStep(PlainStep):
         return None
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        return make_optimizer(self.raw, self.config.training, RecordableAdamW if self.eager is None else None)
+        kind = RecordableAdamW if self.eager is None else None
+        return make_optimizer(self.raw, self.config.training, kind, self.freezing)
+
+    def _rebuild(self) -> None:
+        """Graphs are recorded again, with copies and gradients of what trains now."""
+        super()._rebuild()
+        if self.graphed is not None:
+            assert isinstance(self.optimizer, RecordableAdamW)
+            self.optimizer.forget()
+            self.graphed = None  # and with it the memory of the old ones
+            self.graphed = self._make_graphed()
 
     def _make_windows(self) -> RowWindows | None:
         store, short = self.objective.store, list(live_weights(self.raw).values())
@@ -150,6 +163,7 @@ class FastStep(PlainStep):
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """As the plain step, and compared with it where that is due."""
+        self._begin(number)
         if self.watch is None or self.why_unwatched() or not due(self.watch, number):
             return self._take(number, batches, k)
         try:
@@ -213,6 +227,7 @@ class FastStep(PlainStep):
         for embedding in live.values():
             embedding.close()
         restore(checkpoint, self.raw, self.optimizer if moments else None, live)
+        self._restore_frozen(checkpoint)
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         model, moments = self.capture()

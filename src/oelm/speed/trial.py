@@ -10,11 +10,11 @@ from torch import nn
 from oelm.speed.adamw import RecordableAdamW, fresh_state
 from oelm.speed.kernels import (
     adamw_triton,
-    attention_triton,
     cross_entropy_triton,
     heads_triton,
     joint_triton,
     norm_triton,
+    value_only_triton,
 )
 from oelm.speed.kernels.rows_triton import row_sums
 from oelm.system.library_errors import first_line
@@ -73,7 +73,7 @@ def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
 
     def value_only() -> None:
         q, k = zeros(1, 2, 16, 64, grad=False), zeros(1, 2, 16, 64, grad=False)
-        attention_triton.value_only(q, k, zeros(1, 2, 16, 64), None, True, 0.125)[0].sum().backward()
+        value_only_triton.value_only(q, k, zeros(1, 2, 16, 64), None, True, 0.125)[0].sum().backward()
 
     def checked(work: Callable[[], None]) -> Callable[[], None]:
         def trial() -> None:

@@ -2,7 +2,7 @@
 
 Queries and keys get no gradient, so of the five matrix products of attention's backward pass two are
 left: the scores once more, and their transpose with the gradient. Common attention kernels compute the
-gradients of queries and keys whether or not anyone wants them; the one in `attention_triton.py` does not.
+gradients of queries and keys whether or not anyone wants them; the one in `value_only_triton.py` does not.
 """
 
 import torch
@@ -14,9 +14,9 @@ from oelm.speed.capabilities import runs
 from oelm.speed.operations import kernels_allowed, packed_attention
 
 try:
-    from oelm.speed.kernels import attention_triton
+    from oelm.speed.kernels import attention_triton, value_only_triton
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    attention_triton = None  # type: ignore[assignment]
+    attention_triton = value_only_triton = None  # type: ignore[assignment]
 
 # On a CPU `F.scaled_dot_product_attention` computes all three gradients, whatever is asked for. Up to this
 # length keeping the probabilities is faster, by 1.9 at 128 and 1.4 at 512, and takes memory one can spare.
@@ -36,7 +36,7 @@ def value_only_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tenso
     """Attention over (B, H, T, D) tensors whose backward pass computes the gradient of v only."""
     q, k = q.detach(), k.detach()
     if _has_kernel(v):
-        return attention_triton.value_only(q, k, v, None, causal, q.shape[-1] ** -0.5)[0]
+        return value_only_triton.value_only(q, k, v, None, causal, q.shape[-1] ** -0.5)[0]
     trains = v.requires_grad and torch.is_grad_enabled()
     exact = v.dtype in (torch.float32, torch.float64)  # below that, the softmax itself would be rounded
     if trains and exact and v.device.type == "cpu" and v.shape[-2] <= _KEEP_PROBABILITIES:
@@ -50,7 +50,7 @@ def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tens
     if not _has_kernel(v):
         return packed_attention(q, k, v, packing)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = attention_triton.value_only(q, k, v, packing.bounds.contiguous(), False, q.shape[-1] ** -0.5)[0]
+    out = value_only_triton.value_only(q, k, v, packing.bounds.contiguous(), False, q.shape[-1] ** -0.5)[0]
     return out.squeeze(0).transpose(0, 1)
 
 

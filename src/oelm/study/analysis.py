@@ -167,10 +167,10 @@ def _with_stand_ins(records: list[Record]) -> list[Record]:
 
 
 def _one_path(records: list[Record]) -> list[Record]:
-    """Leave out runs by the fast path of a seed for which it failed in one arm: the study has made all runs
-    of that seed again by the plain path, so that pairs have the same arithmetic."""
-    failed = {(r.seed, r.choosing) for r in records if r.fell_back}
-    kept = [r for r in records if (r.seed, r.choosing) not in failed or not r.config.training.fast]
+    """Leave out runs by the fast path whose pair it failed in another arm: the study has made them again by
+    the plain path, so that pairs have the same arithmetic."""
+    failed = {r.cell.pairing for r in records if r.fell_back}
+    kept = [r for r in records if r.cell.pairing not in failed or not r.config.training.fast]
     return kept or records
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
 from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
@@ -16,6 +17,7 @@ from oelm.study.estimate import evaluations, measure_pace, span
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
+from oelm.system.notebook import notebook_line
 from oelm.system.progress import duration
 from oelm.system.terminal import console, say
 from oelm.training import results
@@ -30,7 +32,10 @@ def prepare_settings(study: Study) -> list[Setting]:
     device = process_state().device
     settings = []
     for task in study.tasks:
-        config, store = prepare_data(study.task_config(task), device, show=True)
+        config = study.task_config(task)
+        if study.table.launcher == "slurm" and study.table.slurm.gpus and device.type != "cuda":
+            _refuse_open_keys(config)
+        config, store = prepare_data(config, device, show=True)
         metrics = [name for name in task_kind(store.kind).metrics if name != "loss"]
         if study.table.metric not in (None, *metrics):
             known = ", ".join(metrics)
@@ -47,6 +52,16 @@ def prepare_settings(study: Study) -> list[Setting]:
     if len(set(names)) < len(names):
         raise UserError(f"two tasks of the study have the same name: {', '.join(names)}")
     return settings
+
+
+def _refuse_open_keys(config: RunConfig) -> None:
+    """What is left to the GPU cannot be decided on a machine without one."""
+    for key, value, open_ in (
+        ("model", config.model.name, None),
+        ("precision", config.training.precision, "auto"),
+    ):
+        if value == open_:
+            raise UserError(f"the runs get GPUs and this machine has none: give --{key}")
 
 
 def check_methods(settings: list[Setting]) -> None:
@@ -113,6 +128,7 @@ def conduct(
 
     folder = StudyFolder(out)
     with folder.lock(study), stopping(stop_after) as stop:
+        (out / "cancel").unlink(missing_ok=True)
         for seeds in study.looks:
             study = study.with_seeds(seeds)
             settings = prepare_settings(study)
@@ -127,19 +143,21 @@ def conduct(
             progress.news.append(f"not decided with {seeds} seeds; going on")
             show(progress)
             stop.patient = False
+        launcher.finish()
         return progress
 
 
 class ProgressView:
-    """Shows a study's progress on standard error: a line per run and, in a terminal, what is running now.
-    A Scheduler calls `show`."""
+    """Shows a study's progress: a line per run and, in a terminal or a notebook, what is running now. A
+    Scheduler calls `show`."""
 
-    def __init__(self) -> None:
-        self.began, self.first_done = time.monotonic(), -1
+    def __init__(self, shown: bool = True) -> None:
+        self.began, self.first_done, self.shown = time.monotonic(), -1, shown
+        self._line = notebook_line() if shown else None
         self._live: Any = None
 
     def __enter__(self) -> "ProgressView":
-        if sys.stderr.isatty():
+        if self.shown and sys.stderr.isatty():
             from rich.live import Live
 
             self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
@@ -149,18 +167,22 @@ class ProgressView:
     def __exit__(self, *_: Any) -> None:
         if self._live is not None:
             self._live.stop()
+        if self._line is not None:
+            self._line.close()
 
     def show(self, progress: StudyProgress) -> None:
         if self.first_done < 0:
             self.first_done = progress.done
             if progress.done:
                 progress.news.insert(0, f"{progress.done} runs are done already")
-        for line in progress.news:
+        for line in progress.news if self.shown else ():
             if self._live is None:
-                say(f"{line}; {self._summary(progress)}", err=True)
+                say(f"{line}; {self._summary(progress)}", err=self._line is None)
             else:
                 self._live.console.print(line, highlight=False, markup=False)
         progress.news.clear()
+        if self._line is not None:
+            self._line.show("\n".join(self._now(progress)))
         if self._live is not None:
             from rich.text import Text
 
@@ -184,10 +206,16 @@ class ProgressView:
         return text
 
     def _now(self, progress: StudyProgress) -> Iterator[str]:
+        starting = 0
         for run in progress.running:
-            state = run_status(run.folder) if (run.folder / "config.toml").exists() else None
-            step = f"step {state.step}/{state.of}" if state and state.of else "starting"
-            left = f", {duration(state.left_s)} left" if state and state.left_s is not None else ""
+            if not (run.folder / "config.toml").exists():
+                starting += 1
+                continue
+            state = run_status(run.folder)
+            step = f"step {state.step}/{state.of}" if state.of else "starting"
+            left = f", {duration(state.left_s)} left" if state.left_s is not None else ""
             yield f"{run.name}: {step}{left}"
+        if starting:  # or in the hands of workers: oelm status shows those
+            yield f"{starting:,} run{'s' * (starting != 1)} starting or queued"
         yield from (f"FAILED {name}" for name in progress.failed)
         yield self._summary(progress)

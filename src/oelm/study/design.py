@@ -8,14 +8,42 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from oelm.config import ALTERNATIVES, FORBID, RunConfig, checked, make_config, merge, read_toml
+from oelm.config import ALTERNATIVES, FORBID, RunConfig, make_config, merge, read_toml
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.study.decide import LOOKS
 from oelm.study.matrix import Matrix, Scores, plan_runs
+from oelm.system.validation import checked
 
 # Measured runs have the seeds 1, 2, ...; trials have seeds that no measured run uses.
 FIRST_SEED, FIRST_CHOICE_SEED = 1, 1001
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """The `[study.slurm]` table: what each worker asks of Slurm. An empty value leaves it to the cluster."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
+    workers: int = 4  # at most so many at a time; each takes as many runs side by side as fit
+    partition: str = ""
+    account: str = ""
+    time: str | int = ""  # of a worker: "04:00:00", or minutes; when it is over, the worker is queued again
+    gpus: int = 0
+    cpus: int = 0
+    memory: str = ""  # "32G"
+    lead: int = 120  # seconds before the time limit at which runs save
+    idle: int = 60  # seconds without a run after which a worker leaves
+    extra: list[str] = field(default_factory=list)  # further options of sbatch: "--constraint=a100"
+    setup: list[str] = field(default_factory=list)  # lines of shell before the worker: "module load cuda"
+
+    def __post_init__(self) -> None:
+        for name, least in {"workers": 1, "gpus": 0, "cpus": 0, "lead": 1, "idle": 1}.items():
+            if getattr(self, name) < least:
+                raise UserError(f"study.slurm.{name} must be at least {least}, got {getattr(self, name)}")
+        for line in self.extra:
+            if not line.startswith("-"):
+                raise UserError(f"study.slurm.extra: {line!r} must be an option of sbatch, such as '--nice'")
 
 
 @dataclass(frozen=True)
@@ -43,14 +71,15 @@ class StudyConfig:
     memory_gb: float = 0.0  # for all runs together; 0: four fifths of what is free
     gpus_per_run: int = 1  # processes of each run; each has a GPU of its own where there are GPUs
     launcher: str = "local"  # where runs are trained: a name of `oelm.study.launchers`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self) -> None:
         for name in ("seeds", "choose_seeds", "threads", "gpus_per_run", "margin"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"study.{name} must be positive, got {getattr(self, name)}")
         for name in ("widen", "jobs", "memory_gb"):
-            if getattr(self, name) < 0:
-                raise UserError(f"study.{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"study.{name} must be 0 or more, got {getattr(self, name)}")
         if self.until_decided and self.max_seeds < LOOKS[0]:
             raise UserError(f"study.max_seeds must be at least {LOOKS[0]}, got {self.max_seeds}")
         if max(self.seeds, self.max_seeds) >= FIRST_CHOICE_SEED:
@@ -59,13 +88,14 @@ class StudyConfig:
             raise UserError(f"study.lrs needs positive learning rates, got {self.lrs}")
         if len(self.methods) < 2:
             raise UserError("study.methods needs at least two methods to compare")
-        object.__setattr__(self, "lrs", sorted(set(map(float, self.lrs))))
-        if len(set(self.tasks)) < len(self.tasks):
-            raise UserError(f"study.tasks names a task twice: {', '.join(self.tasks)}")
+        object.__setattr__(self, "lrs", sorted(map(float, self.lrs)))
+        for what, entries in (("tasks", self.tasks), ("lrs", [f"{lr:g}" for lr in self.lrs])):
+            if twice := sorted({entry for entry in entries if entries.count(entry) > 1}):
+                raise UserError(f"study.{what} names {twice[0]} twice; leave one out")
 
 
 # Keys that do not change what the study compares.
-INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run", "launcher")
+INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run", "launcher", "slurm")
 
 
 # The tables in which the arms of a study may differ besides their method.
@@ -213,6 +243,8 @@ class Study:
 
     def to_dict(self) -> dict[str, Any]:
         table = {key: value for key, value in asdict(self.table).items() if value is not None}
+        if self.table.slurm == SlurmConfig():
+            del table["slurm"]
         per_task = {"per_task": self.per_task} if self.per_task else {}
         return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
 
@@ -255,12 +287,10 @@ def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
         if not isinstance(base.get(name, {}), Mapping):
             raise UserError(f"{where}: {name} must be a table, [{name}], got {base[name]!r}")
     title = str(base.pop("title", ""))
+    base.pop("title_zh", None)
     per_task = base.pop("per_task", {})
     given = _arms_as_methods(base.pop("study", {}), where)
-    for key, value in given.items():
-        if isinstance(value, bool) and key != "until_decided":  # or it would be taken for the number 1
-            raise UserError(f"{where}: study.{key} must not be a boolean, got {str(value).lower()}")
-    table = checked(StudyConfig, given, f"{where}: [study]")
+    table = checked(StudyConfig, given, where, "study")
     if unknown := sorted(set(per_task) - set(table.tasks)):
         raise UserError(f"{where}: per_task.{unknown[0]} is not among study.tasks")
     _refuse_study_keys(base, where, "")
@@ -306,6 +336,12 @@ def shipped_studies() -> dict[str, Any]:
         if file.name.endswith(".toml") and "\n[study]" in "\n" + file.read_text(encoding="utf-8")
     }
     return dict(sorted(studies.items()))
+
+
+def title_in(lang: str, title: str) -> str:
+    """The title of a shipped study in another language; any other title as it is."""
+    known = (read_toml(str(file)) for file in shipped_studies().values()) if lang != "en" else ()
+    return next((str(v[f"title_{lang}"]) for v in known if v["title"] == title), title)
 
 
 def read_study(name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from oelm.models.gpt_sizes import numerics_of
 from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.record_checks import type_problem
-from oelm.study.records import FILES, Identity, Record, digest, find_records, identify, read_record
+from oelm.study.records import FILES, Identity, Record, digest, find_records, identity_values, read_record
 from oelm.system import files
 from oelm.system.messages import Notice
 from oelm.training.folder import difference
@@ -36,9 +36,10 @@ class Setting:
     precision: str
     scores: Scores = field(default_factory=dict)  # on validation
     tests: dict[Cell, float] = field(default_factory=dict)
-    # (seed, whether for trials) whose runs take the plain path in every arm: in one of them the fast path
-    # failed, and pairs must have the same arithmetic.
-    plain: set[tuple[int, bool]] = field(default_factory=set)
+    # `Cell.pairing` of runs that take the plain path in every arm: in one of them the fast path failed, and
+    # pairs must have the same arithmetic.
+    plain: set[tuple[int, float | None]] = field(default_factory=set)
+    _values: dict[Any, tuple[str, dict[str, Any]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def task(self) -> str:
@@ -49,23 +50,28 @@ class Setting:
         arm = self.study.arms[cell.method]
         config = arm.applied_to(self.config)
         training = replace(config.training, lr=cell.lr, seed=cell.seed, test=not cell.choosing)
-        if (cell.seed, cell.choosing) in self.plain:
+        if cell.pairing in self.plain:
             training = replace(training, fast=False)
         name = cell.method if cell.method != arm.label else None
         labels = ArmConfig(name, self.study.differs_in)
         return replace(config, method=MethodConfig(**arm.method), training=training, arm=labels)
 
     def take_plain_path(self, cell: Cell) -> None:
-        """Make all runs of the cell's seed by the plain path; those by the fast path no longer count."""
-        self.plain.add((cell.seed, cell.choosing))
+        """Make the cell and its pairs by the plain path; those by the fast path no longer count."""
+        self.plain.add(cell.pairing)
         for known in (self.scores, self.tests):
-            for other in [c for c in known if (c.seed, c.choosing) == (cell.seed, cell.choosing)]:
+            for other in [c for c in known if c.pairing == cell.pairing]:
                 del known[other]
 
     def identity(self, cell: Cell) -> Identity:
-        config = self.run_config(cell)
-        numerics = numerics_of(str(config.model.name))
-        return identify(config, self.store.fingerprint, self.precision, numerics)
+        """The identity of a cell's run. A study may have thousands that differ in learning rate and seed."""
+        kind = (cell.method, cell.choosing, cell.pairing in self.plain)
+        if kind not in self._values:
+            config = self.run_config(cell)
+            numerics = numerics_of(str(config.model.name))
+            self._values[kind] = identity_values(config, self.store.fingerprint, self.precision, numerics)
+        setting, values = self._values[kind]
+        return Identity(setting, digest(values | {"lr": cell.lr, "seed": cell.seed})[:16])
 
     def fits(self, record: Record) -> bool:
         """Whether a record, perhaps of another machine, is of this setting; precision "auto" accepts any."""
@@ -118,6 +124,7 @@ class StudyFolder:
         """Hold the folder, a new one or one of the same study; refused if its shared config differs. Methods,
         tasks, learning rates and seeds may have been added or removed: finished runs are reused."""
         self.check(study)
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = files.lock_file(self.path / "study.lock")
@@ -131,7 +138,8 @@ class StudyFolder:
             if not (self.path / "study.toml").exists():  # the study could not start: leave nothing behind
                 (self.path / "study.lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
-                    self.path.rmdir()
+                    for path in made:
+                        path.rmdir()
             lock.close()
 
     def save(self, study: Study, settings: list[Setting]) -> None:

@@ -23,6 +23,11 @@ class Cell:
     seed: int
     choosing: bool
 
+    @property
+    def pairing(self) -> tuple[int, float | None]:
+        """Equal for runs of several arms that are compared, and so must have the same arithmetic."""
+        return self.seed, self.lr if self.choosing else None
+
 
 # Run -> validation score; None if it diverged or stayed at chance level. A run that was never evaluated (not
 # started yet, or ended by a fault of the machine) is not in it.

@@ -44,10 +44,18 @@ class Identity:
 def identify(config: RunConfig, data: str, precision: str, numerics: int | None) -> Identity:
     """A run's identity: its resolved configuration, the data's fingerprint and the numerics version.
 
-    The path and name of the data do not matter: the fingerprint is of its texts, splits and tokens. `own` is
-    what runs of one setting may differ in: method, learning rate, seed, fast or plain path, and the keys in
-    which the arms of a study differ.
+    The path and name of the data do not matter: the fingerprint is of its texts, splits and tokens.
     """
+    setting, values = identity_values(config, data, precision, numerics)
+    return Identity(setting, digest(values)[:16])
+
+
+def identity_values(
+    config: RunConfig, data: str, precision: str, numerics: int | None
+) -> tuple[str, dict[str, Any]]:
+    """The digest of a run's setting, and the values whose digest is the run's own. `own` is what runs of one
+    setting may differ in: method, learning rate, seed, fast or plain path, and the keys in which the arms of
+    a study differ."""
     values = config.identity()
     training = values["training"] | {"precision": precision}
     own = {key: training.pop(key, None) for key in ("lr", "seed", "test")}
@@ -61,11 +69,11 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
         "data": data,
         "numerics": numerics,
     }
-    key = digest(shared | own)[:16]
+    whole = shared | own
     for name in config.arm.differs_in:
         table, _, name = name.partition(".")
-        shared[table].pop(name, None)
-    return Identity(digest(shared)[:16], key)
+        shared[table] = {key: value for key, value in shared[table].items() if key != name}
+    return digest(shared)[:16], whole
 
 
 def digest(values: Any) -> str:
@@ -116,8 +124,11 @@ class Record:
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run was completed by the plain path after the fast one failed, and has no pair."""
-        return self.completed and self.arithmetic.get("plain_from") is not None
+        """Whether the fast path failed, and the run has no pair: it was completed by the plain one, or ended
+        because the watch found the two apart."""
+        if self.completed:
+            return self.arithmetic.get("plain_from") is not None
+        return self.reason is not None and self.reason.code == "run.fast_path_wrong"
 
     def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
         """The record with its identity in a study whose arms, perhaps added later, differ in these keys."""

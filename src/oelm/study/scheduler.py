@@ -71,6 +71,7 @@ class Scheduler:
     def __init__(self, settings: list[Setting], root: Path, launcher: Launcher, keep_models: str) -> None:
         self.root, self.launcher, self.keep_models = root, launcher, keep_models
         self.progress = StudyProgress(settings)
+        self.folders: dict[tuple[str, Cell, bool], Path] = {}  # of the runs seen so far
         self.faults: Counter[Path] = Counter()  # run folder -> how many faults have ended the run
         self.not_before = 0.0  # after a fault: the time from which runs are started again
         self.broken: RunError | None = None  # the fault that stops the study
@@ -80,6 +81,8 @@ class Scheduler:
         """Make all runs of the study. `show(progress)` is called about twice a second."""
         try:
             while self._find_due_runs():
+                if (self.root / "cancel").exists():
+                    stop.reason = notice("stop.cancelled")
                 if stop.reason is not None or self.broken is not None:
                     self._stop_runs()
                     show(self.progress)
@@ -100,21 +103,31 @@ class Scheduler:
         for setting in progress.settings:
             while True:  # every result on disk may ask for further runs
                 matrix = setting.matrix()
-                unknown = [cell for cell in matrix.needed if cell not in setting.scores]
+                unknown = [
+                    cell
+                    for cell in matrix.needed
+                    if cell not in setting.scores and self._folder(setting, cell) not in running
+                ]
                 if not [cell for cell in unknown if self.read_result(setting, cell)]:
                     break
             progress.matrices.append(matrix)
             for cell in matrix.needed:
-                folder = setting.folder(self.root, cell)
                 if cell in setting.scores:
                     progress.done += 1
-                elif folder not in running:
+                elif (folder := self._folder(setting, cell)) not in running:
                     progress.waiting.append(DueRun(setting, cell, folder))
         return bool(progress.waiting or progress.running)
 
+    def _folder(self, setting: Setting, cell: Cell) -> Path:
+        """The folder of a run; asked for all of them, twice a second."""
+        key = (setting.task, cell, cell.pairing in setting.plain)
+        if key not in self.folders:
+            self.folders[key] = setting.folder(self.root, cell)
+        return self.folders[key]
+
     def read_result(self, setting: Setting, cell: Cell) -> bool:
         """Take a run's result from its folder; False if there is none that counts."""
-        folder = setting.folder(self.root, cell)
+        folder = self._folder(setting, cell)
         try:
             record = read_record(folder) if folder.exists() else None
             record = record and record.by_metric(setting.metric)
@@ -122,15 +135,18 @@ class Scheduler:
             moved = set_aside(self.root, folder)
             self.progress.news.append(f"{error}; moved to {moved}, and the run is made again")
             return False
-        if record is None or not record.evaluated:
+        if record is None:
             return False
         name = DueRun(setting, cell, folder).name
         if record.fell_back:
             setting.take_plain_path(cell)
+            step = record.arithmetic.get("plain_from") or record.results["reason"]["values"]["step"]
+            which = "this learning rate and seed" if cell.choosing else "this seed"
             self.progress.news.append(
-                f"{name}: the fast path failed at step {record.arithmetic['plain_from']}; "
-                "all runs of this seed are made by the plain path"
+                f"{name}: the fast path failed at step {step}; all runs of {which} are made by the plain path"
             )
+            return False
+        if not record.evaluated:
             return False
         setting.scores[cell] = record.validation
         if not record.completed:
@@ -176,6 +192,8 @@ class Scheduler:
         self.progress.running.remove(run)
         if self.read_result(run.setting, run.cell):  # a result counts, whatever became of its process
             self.progress.news.append(_result_line(run))
+        elif run.folder != run.setting.folder(self.root, run.cell):
+            pass  # it is made again by the plain path, elsewhere
         elif ended.crowded:
             self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
         elif ended.kind in OUTCOMES:
@@ -204,7 +222,7 @@ class Scheduler:
         """Have every running run save and stop."""
         self.stopping = True
         self.launcher.stop()
-        end = time.monotonic() + STOP_PATIENCE
+        end = time.monotonic() + (0.0 if self.launcher.detached else STOP_PATIENCE)
         while self.progress.running and time.monotonic() < end:
             self._wait_for_run(0.5)
 

@@ -16,6 +16,8 @@ from oelm.errors import UserError
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import notice
 
+LONGEST_NAME = 200  # bytes of a new name; file systems have 255, and what is being written has a longer one
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
@@ -135,11 +137,22 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise no_lock
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        with _without_locks():
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BaseException:
         file.close()
         raise
     return file
+
+
+@contextlib.contextmanager
+def _without_locks() -> Iterator[None]:
+    """Go on where the file system, such as some NFS, has no locks: a study's workers do not need them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
 
 
 @contextlib.contextmanager
@@ -181,11 +194,13 @@ def cache_dir(folder: str | Path | None = None) -> Path:
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8: no record, report or message could hold it."""
+    """Refuse a name of a new file or folder that no record, report or file system could hold."""
     try:
-        str(path).encode("utf-8")
+        lengths = [len(part.encode("utf-8")) for part in path.parts]
     except UnicodeEncodeError:
         raise UserError(f"{path} is not a name in UTF-8; name another folder") from None
+    if max(lengths, default=0) > LONGEST_NAME:
+        raise UserError(f"{path} is a name of more than {LONGEST_NAME} bytes; choose a shorter one")
 
 
 def folder_name(name: str, most: int, also: str = "-_") -> str:

@@ -32,4 +32,5 @@ def wants_remote_code(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """An error in one line: what libraries add below it is for their own users."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
+    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    return (f"{first} {more[0].strip()}" if more and first.endswith(":") else first)[:400]

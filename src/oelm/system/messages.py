@@ -103,7 +103,7 @@ class _Sentence(Formatter):
             if "|" in spec:
                 return f"{self.format_field(value, ',')} {spec.partition('|')[2]}"
             low, high = (self.format_field(end, spec) for end in value)
-            return low if low == high else f"{low}–{high}"
+            return low if low == high else f"{low.removesuffix(' %')}–{high}"
         if isinstance(value, list | tuple):
             return self._join(value, spec)
         if value is None:
@@ -113,7 +113,8 @@ class _Sentence(Formatter):
             return f"{value:,} {one if value == 1 else many}"
         if isinstance(value, str):
             return self._word(f"{spec}.{value}", value) if spec else value
-        return format(value, spec).replace("e-0", "e-")  # a learning rate of 3e-5, not 3e-05
+        text = format(value, spec).replace("%", " %")  # 95 %, as everywhere
+        return text.replace("e-0", "e-")  # a learning rate of 3e-5, not 3e-05
 
     def _join(self, entries: list[Any] | tuple[Any, ...], spec: str) -> str:
         told = any(isinstance(entry, Notice) for entry in entries)  # these may hold commas

@@ -1,5 +1,7 @@
 """The private and unstable parts of PyTorch that this package uses, each behind a function with a test."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,13 @@ def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
     return optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
+    """A copy of a layer with this weight, not trained, in place of its parameters."""
+    other = copy.copy(module)
+    other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    return other
 
 
 def unwrap(model: nn.Module) -> nn.Module:

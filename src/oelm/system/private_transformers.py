@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -40,6 +40,11 @@ def block_class_names(model: PreTrainedModel) -> set[str]:
 def is_loaded(parameter: Tensor) -> bool:
     """Whether `from_pretrained` filled this parameter, so that `_init_weights` must leave it alone."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Let transformers leave a module as it is that was made outside a model's `__init__`."""
+    module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def is_default_causal_lm_loss(function: Callable[..., Any]) -> bool:

@@ -1,9 +1,11 @@
-"""What a user sees of long work: a bar with loss, metric, speed and time left, or a line now and then."""
+"""What a user sees of long work: a bar with loss, metric, speed and time left; in a notebook a line that
+changes; elsewhere a line now and then."""
 
 import sys
 import time
 from typing import Any
 
+from oelm.system.notebook import notebook_line
 from oelm.system.terminal import console, say
 
 QUIET_SECONDS = 15.0  # between two lines where there is no terminal
@@ -16,26 +18,34 @@ class Display:
         self.label, self.total, self.start, self.show, self.unit = label, total, start, show, unit
         self.began = time.monotonic()
         self.last_line = self.began
-        self.tokens = 0
+        self.tokens, self.step = 0, start
         self.latest: dict[str, str] = {}
+        self._line = notebook_line() if show else None
         self._bar: Any = None  # drawn from the first step on: a run that cannot start leaves the screen alone
 
     def advance(self, step: int, tokens: int = 0) -> None:
-        self.tokens += tokens
+        self.tokens, self.step = self.tokens + tokens, step
         if self._bar is None and self.show and sys.stderr.isatty():
             self._bar = _bar(self.label, self.total, self.start)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
+        elif self._line is not None:
+            self._line.show(self._text(step))
         elif self._line_is_due():
-            done, taken = step - self.start, time.monotonic() - self.began
-            left = duration(taken / done * (self.total - step)) if done and self.total else "?"
-            place = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
-            say(", ".join(filter(None, (place, self._rest(), f"{left} left"))), err=True)
+            say(self._text(step), err=True)
+
+    def _text(self, step: int) -> str:
+        done, taken = step - self.start, time.monotonic() - self.began
+        left = duration(taken / done * (self.total - step)) if done and self.total else "?"
+        place = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
+        return ", ".join(filter(None, (place, self._rest(), f"{left} left")))
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Show how far an evaluation between two steps is."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], rest=f"{split}: batch {done}/{of}")
+        elif self._line is not None:
+            self._line.show(f"{self.label}: {split}: batch {done}/{of}")
         elif self._line_is_due():
             say(f"{self.label}: {split}: batch {done}/{of}", err=True)
 
@@ -58,11 +68,14 @@ class Display:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.show:
-            say(text, err=True)
+            say(text, err=self._line is None)  # a notebook shows what goes to stderr as an error
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self._line is not None:
+            self._line.show(self._text(self.step))
+            self._line.close()
 
     def _rest(self) -> str:
         speed = self.tokens / max(1e-9, time.monotonic() - self.began)

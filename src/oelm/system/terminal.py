@@ -57,4 +57,4 @@ def console(**options: Any) -> "Console":
             if not self.stderr:
                 raise SystemExit(0)
 
-    return PlainConsole(**options)
+    return PlainConsole(**options, force_jupyter=False)  # or it displays in a notebook what it shall render

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from oelm.data.assemble import PADDED, Layout
 from oelm.data.tasks.base import Measured, Objective
-from oelm.training.parallel import process_state
+from oelm.training.parallel import process_state, reshard
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
@@ -54,6 +54,7 @@ def evaluate(
             for key, value in {"ids": batch.ids, "order": np.asarray(items), **outputs}.items():
                 collected.setdefault(key, []).append(value)
     model.train(training)
+    reshard(model)
     loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0  # in float64, batch after batch
     joined = {key: _joined(values) for key, values in collected.items()}
     parts = [(loss_sum, count, joined)] * state.num_processes

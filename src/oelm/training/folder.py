@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fresh = False  # nothing of an earlier run is in it
+        self._extends = False  # a finished run goes on
         self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
@@ -56,6 +58,27 @@ class RunFolder:
             self._check_resumable(config, data)
         self.fresh = not config_file.exists()
         write_text(config_file, to_toml(config.to_dict()))
+        if self._extends:
+            delete(self.path / "results.json")  # it is unfinished again
+
+    def extended(self, config: RunConfig, steps: int) -> RunConfig | None:
+        """The config that goes on where the finished run of this folder ended, if this one differs from it in
+        nothing but more `steps`; for a run that was extended before, the same. None for all others."""
+        if not (self.path / "config.toml").is_file():
+            return None
+        there, results_file = read_config(self.path), self.path / "results.json"
+        results = read_object(results_file) if results_file.exists() else {}
+        mine, others = (_without_length(c.identity(files=False)) for c in (config, there))
+        if mine != others or config.training.extended_from:
+            return None
+        ends = there.training.extended_from
+        if results.get("status") == "completed" and not results.get("stopped_early"):
+            if not isinstance(ended := results.get("steps_planned"), int) or steps < ended:
+                return None
+            self._extends = steps > ended
+            if self._extends:
+                ends = ends if ended in ends else (*ends, ended)  # it is there if the start was broken off
+        return replace(config, training=replace(config.training, extended_from=ends)) if ends else None
 
     def _check_kind(self) -> None:
         if not self.path.exists():
@@ -91,6 +114,8 @@ class RunFolder:
         seen = read_object(environment_file).get("data") if environment_file.exists() else None
         # The names of the files count only where the data is not the same: a file may have moved.
         mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
+        if self._extends and seen == data:
+            return
         if mine != others:
             raise UserError(
                 f"{self.path} holds a run of another configuration ({difference(others, mine)}); "
@@ -146,10 +171,12 @@ class MetricsLog:
         self.lines = len(kept)
         self.file = path.open("a", encoding="utf-8")
 
-    def add(self, **values: Any) -> None:
+    def add(self, **values: Any) -> dict[str, Any]:
+        """Write a line; returns what it says."""
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         self.lines += 1
+        return values
 
     def sync(self) -> None:
         """Bring all lines to the disk: those before a checkpoint are never written again."""
@@ -187,6 +214,12 @@ def read_config(folder: Path, follow: bool = True) -> RunConfig:
     return config
 
 
+def _without_length(identity: dict[str, Any]) -> dict[str, Any]:
+    training = identity["training"]
+    left = {key: value for key, value in training.items() if key not in ("steps", "epochs", "extended_from")}
+    return identity | {"training": left}
+
+
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first key in which two configurations differ, in words."""
     left_out = flat(LATER)  # by an identity, where a key has its default
@@ -217,7 +250,7 @@ def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[s
         "numerics": numerics,
         "python": platform.python_version(),
         "packages": packages,
-        "commit": _commit(),
+        "commit": source_commit(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cpu_threads": torch.get_num_threads(),
@@ -241,7 +274,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:
     return [notice("training.changed", name=key, now=now.get(key), before=before.get(key)) for key in keys]
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
     """The commit of the source tree this package runs from, marked where it has changes; None in a wheel."""
     if "OELM_COMMIT" in os.environ:  # of a tree that travels without its history
         return os.environ["OELM_COMMIT"]

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def train(
     overwrite: bool = False,
     stop_after: float | None = None,
     show: bool = True,
+    heard: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> dict[str, Any]:
-    """Train, evaluate and record one run in the folder `out`; return what its results.json says.
+    """Train, evaluate and record one run in the folder `out`; return what its results.json says. `heard` is
+    called with every entry of metrics.jsonl, in the first process.
 
     An unfinished run of the same configuration in that folder is resumed. Raises `Interrupted` after a
     signal or `stop_after` seconds (what was trained is saved, start again to go on), `RunError` where going
@@ -59,6 +62,8 @@ def train(
         objective = objective_of(config, store)
         # Checked and built before the folder is touched: what does not fit leaves nothing behind.
         resolved = resolve_run(config, objective, state.device, state.num_processes)
+        if not overwrite and (longer := folder.extended(resolved.config, resolved.total_steps)):
+            resolved = resolve_run(longer, objective, state.device, state.num_processes)
         results.check_trackers(config.training.trackers)
         if state.is_main_process and state.device.type == "cuda":  # the CPU has time
             compute_beside(store)
@@ -70,6 +75,7 @@ def train(
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
             run = start_run(resolved, objective, folder, state, raw, report, show, stop)
+            run.heard = heard
             stop.patient = True
             _run(run, resolved.plan)
             stop.patient = False
@@ -142,7 +148,7 @@ def _steps(run: Run, plan: Plan) -> None:
         norm, tokens = recent[-1].norm, recent[-1].tokens
         last = progress.step == run.resolved.total_steps
         end = progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
-        due = last or end
+        due = last or end or progress.step in training.extended_from
         logs = progress.step % training.log_every == 0 or last
         saves = _saves(run, logs)
         stops = run.stop.reason is not None
@@ -162,7 +168,7 @@ def _steps(run: Run, plan: Plan) -> None:
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
-        if saves or stops or (not _holds(run) and (improved or last or progress.stopped_early)):
+        if saves or stops or ((improved or last or progress.stopped_early) and not _holds(run)):
             _save(run)
         elif improved:
             run.held = _capture(run)
@@ -228,12 +234,13 @@ def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
     lr = learning_rate(run.resolved, progress.step - 1)
     run.display.note(loss=loss)
     if run.log is not None:
-        run.log.add(
+        entry = run.log.add(
             kind="train", step=progress.step, of=run.resolved.total_steps, epoch=round(epoch, 4), loss=loss,
             lr=lr, grad_norm=float(norm), samples=progress.samples,
             train_time_s=round(progress.train_time_s, 3),
         )  # fmt: skip
         results.track(run, {"loss": loss, "lr": lr, "grad_norm": float(norm)})
+        run.heard(entry)
 
 
 def _evaluate(run: Run, epoch: float) -> bool:
@@ -269,8 +276,9 @@ def _evaluate(run: Run, epoch: float) -> bool:
     numbers = ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
     run.display.say(f"step {progress.step}/{run.resolved.total_steps}: {split} {numbers}")
     if run.log is not None:
-        run.log.add(kind="eval", **found)
+        entry = run.log.add(kind="eval", **found)
         results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
+        run.heard(entry)
     _watch_chance(run, split, len(run.store[split]))
     return improved
 
@@ -303,7 +311,10 @@ def _capture(run: Run) -> Checkpoint:
     if run.log is not None:
         run.log.sync()
         run.progress.logged = run.log.lines
-    return Checkpoint(model, moments, asdict(run.progress) | {"scaler": run.step.scaler.state_dict()})
+    state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
+    if record := run.step.freezing.record:
+        state["freezing"] = record
+    return Checkpoint(model, moments, state)
 
 
 def _save(run: Run) -> None:

@@ -80,6 +80,14 @@ def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Let the parameters of an FSDP2 model be the shards that the optimizer knows. After a forward pass
+    without a backward pass, those outside the blocks are still whole, and other tensors."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool) -> Any:
     """Gradients travel between processes with the last micro-batch of a step only."""

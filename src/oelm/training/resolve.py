@@ -4,9 +4,11 @@ Both return new frozen objects, and nothing changes these afterwards.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from oelm.config import RunConfig, TaskConfig
@@ -16,6 +18,7 @@ from oelm.data.tasks import make_objective, task_kind
 from oelm.data.tasks.base import Objective, TaskKind
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
+from oelm.method import Method
 from oelm.models.build import check_gpt, default_model
 from oelm.models.gpt_sizes import PRESETS, SIZES
 from oelm.models.pretrained import check_checkpoint
@@ -26,6 +29,7 @@ from oelm.training.folder import read_config
 
 # GPT-2's vocabulary is 93 % of the smallest model, and on a CPU nearly all of a language model's step.
 SMALL, SMALL_TOKENIZER = "gpt-tiny", "train:8192"
+UNBALANCED = 5  # times as many training items as the rarest class has, in the most frequent one
 LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
 
 
@@ -59,13 +63,32 @@ def resolve_run(
     if total is None:  # a fraction of an epoch is a fraction of its batches
         full, rest = divmod(training.epochs or 0, 1)
         total = max(1, plan.steps(int(full)) + (round(rest * len(plan.epoch(int(full)))) if rest else 0))
-    warmup = int(training.warmup * total) if training.warmup < 1 else int(training.warmup)
+    if any(not first < second for first, second in pairwise((0, *training.extended_from, total))):
+        ends = ", ".join(f"{end:,}" for end in training.extended_from)
+        raise UserError(f"training.extended_from: {ends} must be growing numbers of steps below {total:,}")
+    if training.extended_from and Method.from_dict(config.method.overrides()).freeze_schedule:
+        raise UserError(
+            "a run whose method has a freeze_schedule cannot go on with more steps: what was frozen when "
+            "would change; train it anew"
+        )
+    warmup = warmup_steps(training.warmup, total)
     warnings = [warning, *store.warnings, large_vocabulary(str(config.model.name), objective)]
+    if 2 * warmup > total:
+        warnings.append(notice("training.long_warmup", warmup=warmup, steps=total))
+    if config.task.data:
+        warnings.append(unbalanced(store))
+    if training.extended_from:
+        warnings.append(notice("training.extended", ends=list(training.extended_from), steps=total))
     warnings += notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
     noted = tuple(filter(None, warnings))
     return ResolvedRun(config, device, processes, precision, plan, total, warmup, noted)
+
+
+def warmup_steps(warmup: float, total: int) -> int:
+    """The steps in which the learning rate rises: `training.warmup`, or that share of all steps."""
+    return int(warmup * total) if warmup < 1 else int(warmup)
 
 
 def objective_of(config: RunConfig, store: Store) -> Objective:
@@ -94,6 +117,15 @@ def large_vocabulary(model: str, objective: Objective) -> Notice | None:
     if share <= LARGEST_SHARE:
         return None
     return notice("training.large_vocabulary", model=model, vocabulary=tokens, percent=round(100 * share))
+
+
+def unbalanced(store: Store) -> Notice | None:
+    """A note on classes of a file that are so unequal that accuracy says little about the rare ones."""
+    counts = store["train"].meta.get("class_counts") or [1]
+    if store.metric != "accuracy" or max(counts) < UNBALANCED * min(counts):
+        return None
+    most, least = (store.label_names[int(at)] for at in (np.argmax(counts), np.argmin(counts)))
+    return notice("training.unbalanced", most=most, least=least, largest=max(counts), smallest=min(counts))
 
 
 def _with_model(config: RunConfig, device: torch.device) -> RunConfig:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from oelm.audit import method_of
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import JOINER, Encoder, load_tokenizer
 from oelm.data.trivial_baselines import trivial_baselines
 from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
+from oelm.models.frozen_state import unfreezing_groups
 from oelm.models.gpt_sizes import numerics_of
 from oelm.system.messages import notice
-from oelm.system.private_accelerate import lacks_package, tracker_classes
+from oelm.system.private_accelerate import RUN_NAMES, lacks_package, tracker_classes
 from oelm.training.failure import failure_kind, reason_of
 from oelm.training.folder import flat
 from oelm.training.resolve import ResolvedRun
@@ -37,7 +39,8 @@ def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
     per parameter and token at a third of the speed of a large matrix product here."""
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    scheduled = unfreezing_groups(model, method) if (method := method_of(model)).schedule else {}
+    trainable = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad or n in scheduled)
     multiplied = everything = sum(p.numel() for p in model.parameters())
     text_config = model.config.get_text_config()
     activations = on_device * text_config.hidden_size * text_config.num_hidden_layers * 40 * 4
@@ -154,7 +157,8 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
         "lr": config.training.lr,
         "metric": run.objective.metric,
         "precision": run.step.precision,
-        "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen},
+        "parameters": {"total": report.total, "trainable": report.trainable, "frozen": report.frozen}
+        | run.step.freezing.stages(),
         "chosen_on": config.training.choose_on,
         "steps": progress.step,
         "steps_planned": run.resolved.total_steps,
@@ -203,6 +207,9 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+PROJECT = "oelm"  # of all runs, where a tracker has projects or experiments
+
+
 def track(run: "Run", values: dict[str, float]) -> None:
     for tracker in run.trackers:
         tracker.log(values, step=run.progress.step)
@@ -222,7 +229,8 @@ def start_trackers(run: "Run") -> list[Any]:
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
         folder = {"logging_dir": str(run.folder.path)} if kind.requires_logging_directory else {}
-        tracker = kind(run.folder.path.name, **folder)
+        names = {RUN_NAMES[name]: run.folder.path.name} if name in RUN_NAMES else {}
+        tracker = kind(PROJECT if names else run.folder.path.name, **folder, **names)
         tracker.start()
         settings = flat(run.config.to_dict())
         tracker.store_init_configuration({key: str(value) for key, value in settings.items()})

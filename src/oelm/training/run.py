@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Progress:
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
         warnings = [read_notice(warning) for warning in state.get("warnings", [])]
+        state = {key: value for key, value in state.items() if key != "freezing"}  # the step's
         return cls(**(state | {"watch": Watch(**state.get("watch", {})), "warnings": warnings}))
 
     def warn(self, warning: Notice) -> None:
@@ -78,6 +79,7 @@ class Run:
     trackers: list[Any] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)  # seconds of each step
     saved_at: float = field(default_factory=time.monotonic)  # or when the process started
+    heard: Callable[[dict[str, Any]], None] = lambda entry: None  # called with what the log gets
     held: Checkpoint | None = None  # the best so far, where it is not on disk yet
 
     @property
@@ -155,11 +157,12 @@ def fall_back(run: Run, number: int) -> None:
     path has left these as they were: see `system.private_torch.fault_of`."""
     progress = run.progress
     model, moments = run.step.hand_over(number - 1)
+    frozen = {"freezing": run.step.freezing.record}
     run.objective = objective_of(run.config, run.store)
     raw, _ = build_model(run.config, run.store)
     run.step = PlainStep(run.resolved, run.objective, raw.to(run.state.device), run.state)
     run.step.why_plain = f"the fast path failed at step {number}"
-    run.step.restore(Checkpoint(model, moments, {}))
+    run.step.restore(Checkpoint(model, moments, frozen))
     audit(raw, run.before)
     run.step.model.train()
     progress.plain_from = number

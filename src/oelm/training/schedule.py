@@ -9,14 +9,21 @@ from torch import nn
 
 from oelm.config import TrainingConfig
 from oelm.data.shuffle import shuffle_keys
-from oelm.models.families import family_of, layers_of, relative_name
+from oelm.models.families import depths_from_top
+from oelm.models.freeze_schedule import Timeline
 from oelm.models.roles import role_scales
-from oelm.training.resolve import ResolvedRun
+from oelm.training.freezing import Freezing
+from oelm.training.resolve import ResolvedRun, warmup_steps
 
 
 def learning_rate(run: ResolvedRun, step: int) -> float:
     """The learning rate of step 0, 1, ...: linear warm-up, then constant, or down to 0."""
     training, warmup, total = run.config.training, run.warmup_steps, run.total_steps
+    if training.extended_from:  # each part has a schedule of its own
+        ends = (*training.extended_from, total)
+        first = max((end for end in training.extended_from if end <= step), default=0)
+        step, total = step - first, next((end for end in ends if end > step), total) - first
+        warmup = warmup_steps(training.warmup, total)
     if step < warmup:
         return training.lr * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -36,18 +43,24 @@ def shrinkage(run: ResolvedRun, scale: float, decay: float, steps: int) -> float
 
 
 def make_optimizer(
-    model: nn.Module, training: TrainingConfig, recordable: type[torch.optim.AdamW] | None = None
+    model: nn.Module,
+    training: TrainingConfig,
+    recordable: type[torch.optim.AdamW] | None = None,
+    freezing: Freezing | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
     given state, and one that is unfrozen later trains (except in CUDA graphs recorded before). Vectors
-    (norms, biases) are not decayed. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a
-    tensor that is filled before every step (`set_learning_rate`)."""
+    (norms, biases) are not decayed. What is unfrozen at one time has groups of its own where its learning
+    rate is warmed up. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a tensor that is
+    filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device
     scales = parameter_scales(model, training)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    turns = freezing.groups if freezing and freezing.line.warmup else {}
+    groups: dict[tuple[float, float, int], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         scale, decay = scales[name]
-        groups.setdefault((scale, decay * (parameter.dim() >= 2)), []).append(parameter)
+        key = scale, decay * (parameter.dim() >= 2), turns.get(name, -1)
+        groups.setdefault(key, []).append(parameter)
 
     def lr() -> Any:
         return torch.tensor(training.lr, device=device) if recordable else training.lr
@@ -55,7 +68,8 @@ def make_optimizer(
     return (recordable or torch.optim.AdamW)(
         [
             {"params": group, "weight_decay": training.weight_decay * decay, "lr": lr(), "scale": scale}
-            for (scale, decay), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+            | ({"turn": turn} if turn >= 0 else {})
+            for (scale, decay, turn), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
         ],
         lr=lr(),
         betas=training.betas,
@@ -75,34 +89,20 @@ def parameter_scales(model: nn.Module, training: TrainingConfig) -> dict[str, tu
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """What each parameter's learning rate is multiplied by: 1 for the task's head, `decay` for the top layer,
-    `decay` squared for the one below, and so on down to the embeddings and their norms. A final norm counts
-    as part of the top layer, a pooler as part of the head. The layers of an encoder and of a decoder are
-    counted separately, each from its own top."""
-    names = [name for name, _ in model.named_parameters()]
+    `decay` squared for the one below, and so on down to the embeddings and their norms."""
     if decay == 1:
-        return dict.fromkeys(names, 1.0)
-    embedding_norms = family_of(model).embedding_norms
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    layers = layers_of(model, names)
-    bodies = {name.partition(".")[0] for name in layers}  # T5 has two beside its head, others one
-    deepest = max((count for _, count in layers.values()), default=0)
-    scales = {}
-    for name, parameter in model.named_parameters():
-        module = relative_name(model, name).rpartition(".")[0]
-        if id(parameter) in embeddings or module in embedding_norms:
-            power = deepest + 1
-        elif name in layers:
-            layer, count = layers[name]
-            power = count - layer
-        else:
-            power = 1 if name.partition(".")[0] in bodies and ".pooler." not in name else 0
-        scales[name] = decay**power
-    return scales
+        return {name: 1.0 for name, _ in model.named_parameters()}
+    return {name: decay**depth for name, depth in depths_from_top(model).items()}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, line: Timeline | None = None, step: int = 0
+) -> None:
+    """Set the rate of a step; `line` says which layers are warming up at it."""
     for group in optimizer.param_groups:
         scaled = lr * group.get("scale", 1.0)
+        if line is not None and "turn" in group:
+            scaled *= line.lr_factor(group["turn"], step)
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(scaled)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 
 from oelm.data import Epoch
 from oelm.data.assemble import Batch, Layout
@@ -19,6 +19,7 @@ from oelm.data.tasks.base import Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
 from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
+from oelm.training.freezing import Freezing
 from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate
 
@@ -55,20 +56,37 @@ class PlainStep:
             raw.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = parallel.wrap(raw, state, training.fsdp)  # replaces parameters: before the optimizer
         self.parameters = list(raw.parameters())
+        self.freezing = Freezing(raw, resolved.total_steps)
         self.optimizer = self._make_optimizer()
 
     def _prepare_model(self) -> None:
         """Change the model before it is placed and wrapped."""
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        return make_optimizer(self.raw, self.config.training)
+        return make_optimizer(self.raw, self.config.training, freezing=self.freezing)
+
+    def _begin(self, number: int) -> None:
+        """Freeze and unfreeze what the method's schedule says before step `number`."""
+        if self.freezing.before_step(number):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Adapt to another set of parameters that train. DDP reduces the gradients of what trained when it
+        wrapped the model, and waits for them, so it must wrap it again; FSDP2 looks at every step."""
+        for parameter in self.parameters:
+            if not parameter.requires_grad:
+                self.optimizer.state.pop(parameter, None)
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            training, self.model = self.model.training, self.raw  # the old one lets go of the gradients
+            self.model = parallel.wrap(self.raw, self.state, False).train(training)
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
         """Take step `number` of the run, on batch k of an epoch. Returns the global batch's mean loss (on
         this process: its part), the gradients' norm, and the tokens."""
         training, state, world = self.config.training, self.state, self.state.num_processes
+        self._begin(number)
         count = self.objective.count("train", batches.batch(k))
-        set_learning_rate(self.optimizer, learning_rate(self.resolved, number))
+        set_learning_rate(self.optimizer, learning_rate(self.resolved, number), self.freezing.line, number)
         loss: Tensor = torch.zeros((), device=state.device)
         tokens = 0
         for micro in range(training.accumulate):
@@ -108,6 +126,12 @@ class PlainStep:
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
         restore(checkpoint, self.raw, self.optimizer if moments else None, {})
+        self._restore_frozen(checkpoint)
+
+    def _restore_frozen(self, checkpoint: Checkpoint) -> None:
+        """Freeze what was frozen when the checkpoint was taken."""
+        if (record := checkpoint.state.get("freezing")) and self.freezing.restore(record):
+            self._rebuild()
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         """The state for a PlainStep that goes on after `steps` steps: as `capture`, with the weight decay

@@ -123,6 +123,10 @@ class Reader(ABC):
     model computes), then `outputs` of batches of similar length, then `answer` for each line."""
 
     says: tuple[str, ...]  # the keys of its answers
+    compared: str | None = None  # the one of them that a row's label is compared with
+    reads: tuple[str, ...] = (
+        "text",
+    )  # what a line is made of, as columns: a text, or two with a tab between
     packable = False  # the reference GPT can read its items packed end to end
     vocabulary = 0  # size of the logits of a token, where they are over the vocabulary
 

@@ -66,6 +66,7 @@ class LabelReader(TextReader):
     """The most likely label of a text, or of a pair, its probability, and those of the others."""
 
     says = ("label", "score", "scores")
+    compared = "label"
 
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
         (logits,) = super().outputs(inputs, second)

@@ -20,10 +20,10 @@ from oelm.audit import unwrap
 from oelm.data.assemble import PADDED, Array, Batch, Layout, Windows
 from oelm.data.batches import Plan
 from oelm.data.dataset import HOLD_OUT_SEED, Dataset, check_values
-from oelm.data.preparation import Lengths
+from oelm.data.preparation import Lengths, split_chunks
 from oelm.data.shuffle import shuffle_keys, text_key
 from oelm.data.store import IGNORE, Split, Store, count_tokens
-from oelm.data.tasks.base import Baselines, Measured, Objective, Splits, TaskKind
+from oelm.data.tasks.base import Baselines, Columns, Measured, Objective, Splits, TaskKind
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.data.writer import SplitWriter, split_writers
 from oelm.errors import UserError
@@ -89,6 +89,21 @@ class LanguageModeling(TaskKind):
     objective = LanguageObjective
     stream = True
     predicts_tokens = True
+
+    def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
+        if text_pair or label != "label":
+            other = "text_pair" if text_pair else "label"
+            raise UserError(f"a language model reads one column of texts; leave out {other}")
+        return {"text": text}
+
+    def read_file(self, dataset: Dataset, splits: int) -> None:
+        source = dataset.parts[0].source
+        if (there := int((dataset.parts[0].split == 0).sum())) < splits:
+            count = f"{there} document{'s' * (there != 1)}"
+            raise UserError(
+                f"{source.name} has {count} with text; at least {splits} are needed, one for each split: "
+                "separate documents by blank lines, or put each into a .txt file of one folder"
+            )
 
     def lengths(self, lengths: Lengths) -> dict[str, int]:
         return {}
@@ -173,7 +188,12 @@ def unigram(seen: Array, tokens: Array, vocabulary: int, num_bytes: int) -> dict
 
 
 def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    """(split, text) for every row that is not empty; held-out documents are chosen by their text."""
+    """(split, text) for every row that is not empty. Which documents of a task are held out depends on their
+    text alone; those of a user's file are assigned to splits already."""
+    if "split" in vars(dataset.parts[0]):
+        for rows in split_chunks(dataset, show=False):
+            yield from ((rows.split, text) for text in rows.columns["text"])
+        return
     for part in dataset.parts:
         for first, chunk in part.rows():
             check_values(part, "text", chunk["text"], first)

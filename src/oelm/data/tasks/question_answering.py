@@ -92,6 +92,7 @@ class AnswerReader(Reader):
     """The part of a document that answers a question, and the probability of its beginning and end."""
 
     says = ("answer", "score")
+    reads = ("question", "context")
 
     def problem(self, line: str) -> str:
         fault = pair_fault(line.split("\t", 1))

@@ -53,6 +53,7 @@ class NumberReader(TextReader):
     """The number of a text, or of a pair."""
 
     says = ("value",)
+    compared = "value"
 
     def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
         mean, std = scale_of(self.model)

@@ -35,6 +35,7 @@ class TextReader(Reader):
         super().__init__(model, tokenizer, max_length)
         check_one_answer(model)
         self.pairs = bool(getattr(model.config, "text_pairs", False))
+        self.reads = ("text", "text_pair") if self.pairs else ("text",)
 
     def problem(self, line: str) -> str:
         fault = pair_fault(line.split("\t")) if self.pairs else ""

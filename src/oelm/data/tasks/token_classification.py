@@ -72,6 +72,7 @@ class TagReader(Reader):
     """The tag of every word; none for words past the length that the model reads."""
 
     says = ("words", "tags")
+    reads = ("tokens",)
 
     def encode(self, lines: list[str]) -> Items:
         tokens, lengths, firsts, cut = self.encoder.words([line.split() for line in lines])

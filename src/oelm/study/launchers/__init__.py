@@ -8,4 +8,11 @@ __all__ = ["LAUNCHERS", "EndedRun", "Launcher", "RunJob"]
 
 # The values of `study.launcher`. A launcher is made from the study's table, the memory that one run needs
 # (bytes) and a folder for logs.
-LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", {"local": LocalLauncher})
+LAUNCHERS: Registry[type[Launcher]] = Registry(
+    "launcher",
+    {
+        "local": LocalLauncher,
+        "workers": "oelm.study.launchers.workers:WorkersLauncher",
+        "slurm": "oelm.study.launchers.slurm:SlurmLauncher",
+    },
+)

@@ -44,6 +44,11 @@ class Launcher(ABC):
     def places(self) -> int:
         """How many runs it trains side by side."""
 
+    @property
+    def detached(self) -> bool:
+        """Whether its runs go on when this process leaves."""
+        return False
+
     def environments(self) -> list[dict[str, str]]:
         """The environment of the process in each place, where those are on this machine and a process trains
         a run alone: there an estimate can measure what the runs will take."""
@@ -63,4 +68,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End whatever still runs."""
+        """End whatever still runs, unless it is `detached`."""
+
+    def finish(self) -> None:  # noqa: B027
+        """The study is complete: let go of what waits for further runs."""

@@ -46,10 +46,14 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     environment = {"OMP_NUM_THREADS": str(table.threads)}
     size = table.gpus_per_run
     each = memory_bytes + PROCESS_BYTES
-    cores = len(os.sched_getaffinity(0))
+    # What Slurm gave this job, where it does not bind processes to it.
+    cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", 1 << 20)))
+    memory = min(
+        psutil.virtual_memory().available, float(os.environ.get("SLURM_MEM_PER_NODE", 1 << 40)) * 2**20
+    )
     count = torch.cuda.device_count()
     if not count:
-        room = table.memory_gb * 1e9 or 0.8 * psutil.virtual_memory().available
+        room = table.memory_gb * 1e9 or 0.8 * memory
         jobs = table.jobs or max(1, min(cores // (table.threads * size), int(room // (each * size))))
         if size > 1:
             environment["ACCELERATE_USE_CPU"] = "1"
@@ -172,6 +176,13 @@ class LocalLauncher(Launcher):
         if crowded:
             self.slots.remove(worker.slot)
         return EndedRun(job.folder, kind, reason, worker.log, crowded)
+
+    def drop(self, folder: Path) -> None:
+        """Kill the process that trains the run in this folder, if there is one; `poll` says nothing of it."""
+        for worker in [w for w in self.workers if w.job is not None and w.job.folder == folder]:
+            self.workers.remove(worker)
+            worker.close()
+            worker.job = None
 
     def stop(self) -> None:
         for worker in self.workers:

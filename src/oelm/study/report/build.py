@@ -7,6 +7,7 @@ from collections.abc import Callable
 from oelm.claims.data import claim_data
 from oelm.claims.verdicts import Verdict, judge
 from oelm.config import to_toml
+from oelm.study.design import title_in
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
 from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table
@@ -38,7 +39,7 @@ def build(view: View, folder: str) -> Document:
         "models": words.items(dict.fromkeys(group.model for group in analysis.groups)),
     }
     return Document(
-        title=words("page.title", title=analysis.title),
+        title=words("page.title", title=title_in(words.lang, analysis.title)),
         subtitle=words("page.subtitle", runs=len(analysis.records), **names),
         badges=tables.badges(view),
         answer=answer(view),
@@ -133,7 +134,8 @@ def _claim(view: View, verdict: Verdict) -> list[Block]:
         if verdict.unit:
             measured = words("unit.amount", amount=measured, unit=claim_data()["units"][verdict.unit][zh])
         blocks.append(Paragraph(words("claim.also", number=measured, n=verdict.n), tone="note"))
-    return [*blocks, Paragraph(verdict.reason_zh if zh else verdict.reason, tone="note")]
+    reason = numbers.with_minus(verdict.reason_zh if zh else verdict.reason)
+    return [*blocks, Paragraph(reason, tone="note")]
 
 
 def _repeat(view: View, folder: str) -> list[Block]:

@@ -42,13 +42,15 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """`align` has a letter for each column: l or r. `title` tells tables of one section apart."""
+    """`align` has a letter for each column: l or r. `title` tells tables of one section apart. With
+    `verdict_last` the last column is what a reader looks for, and comes first on a phone."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[TableCell]]
     align: str
     title: str = ""
     kind: str = "table"
+    verdict_last: bool = False
 
 
 def make_table(
@@ -105,6 +107,7 @@ class Document:
     answer: list[str]
     alert: str  # one line below the answer: how many warnings there are; "" without any
     sections: dict[str, list[Block]]
+    made: str = "page.made"  # the text that says what the page was made from
 
 
 def to_html(document: Document, words: Words) -> str:

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from oelm.study.result_types import ArmResult, Comparison, Group
 MOST_FACETS = 6  # settings that are drawn; the tables have all of them
 MOST_ROWS = 30  # of a forest plot
 HEIGHT = 2.75
+BESIDE, LETTERS = 1.45, 20  # inches left of a forest plot, and the letters of a line of a label that fit
 WIDTH = 4.0  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
 
 # Placeholders that become the page's CSS variables, so that one drawing serves light and dark themes. The
@@ -60,7 +62,8 @@ def forest(view: View, kind: str) -> Figures | None:
         axes.axvspan(shown(-bound), shown(bound), color=BAND, lw=0)
         for place, comparison in enumerate(rows):
             _forest_row(view, axes, comparison, len(rows) - 1 - place)
-        axes.set_ylim(-0.45, len(rows) - 0.1)
+        axes.axvline(0, color=FAINT, lw=1, zorder=1)
+        axes.set_ylim(-0.5, len(rows) - 0.5)
         axes.margins(x=0.06)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
@@ -69,7 +72,7 @@ def forest(view: View, kind: str) -> Figures | None:
         axes.set_xlabel(words("figure.difference", unit=unit))
 
     title = words("figure.forest")
-    figure = _draw(f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, left=0.15)
+    figure = draw(f"forest-{kind}", 0.78 + 0.5 * len(rows), paint, title, left=BESIDE)
     return Figures(title, words("figure.forest_how", margin=f"{margin:g}", unit=unit), [figure], {})
 
 
@@ -78,8 +81,7 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None
     assert comparison.combined is not None
     combined, items = told(comparison.combined), items and told(items)
     place = view.colours[comparison.method]
-    shade = _colour(place)
-    axes.plot([0, 0], [y - 0.4, y + 0.2], color=FAINT, lw=1, zorder=1)  # not through the label above
+    shade = colour(place)
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
     if combined.low is not None:
@@ -92,9 +94,13 @@ def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None
         name = f"{name} − {comparison.reference}"
     else:
         name = task if len({c.method for c in view.analysis.comparisons}) == 1 else f"{name}, {task}"
-    name = name if len(name) <= 40 else f"{name[:39]}…"
-    text = f"{name}: {view.verdict(comparison)}"
-    axes.text(0, y + 0.24, text, transform=axes.get_yaxis_transform(), va="bottom", color=INK, size=9.5)
+    verdict = textwrap.wrap(view.verdict(comparison), LETTERS)
+    lines, most = textwrap.wrap(name, LETTERS), max(1, 3 - len(verdict))
+    if len(lines) > most:
+        lines[most - 1 :] = [f"{lines[most - 1][: LETTERS - 1]}…"]
+    text = "\n".join([*lines, *verdict])
+    axes.annotate(text, (0, y), (-6, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+                  ha="right", va="center", color=INK, size=9)  # fmt: skip
 
 
 def learning_rates(view: View) -> Figures | None:
@@ -109,7 +115,7 @@ def _paint_learning_rates(view: View, group: Group, axes: Any) -> None:
         known = {lr: score for lr, score in arm.lr_scores.items() if score is not None}
         if not known:
             continue
-        shade = _colour(view.colours[arm.method])
+        shade = colour(view.colours[arm.method])
         axes.plot(
             list(known), [_shown(group, score) for score in known.values()], **_line(view, group, arm.method)
         )
@@ -145,7 +151,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> None:
     for arm in group.arms.values():
         if not (curve := _curve(group, arm)):
             continue
-        steps, shade = list(curve), _colour(view.colours[arm.method])
+        steps, shade = list(curve), colour(view.colours[arm.method])
         lows, means, highs = (
             [_shown(group, pick(values)) for values in curve.values()] for pick in (min, fmean, max)
         )
@@ -176,7 +182,7 @@ def _paint_histories(view: View, group: Group, axes: Any) -> None:
         theirs = {step: row["loss"] for step, row in points.items() if "loss" in row and step <= last}
         style = _line(view, group, course.method) | ({"marker": None} if len(losses) > 12 else {})
         axes.plot(list(losses), list(losses.values()), **style)
-        axes.plot(list(theirs), list(theirs.values()), _mark(place), color=_colour(place), mfc="none", ms=5)
+        axes.plot(list(theirs), list(theirs.values()), _mark(place), color=colour(place), mfc="none", ms=5)
     axes.set_xlabel(view.words("figure.step"))
     axes.locator_params(axis="x", nbins=5)
 
@@ -184,7 +190,7 @@ def _paint_histories(view: View, group: Group, axes: Any) -> None:
 def _line(view: View, group: Group, method: str) -> dict[str, Any]:
     """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
     place = view.colours[method]
-    style: dict[str, Any] = {"color": _colour(place), "marker": _mark(place), "clip_on": False}
+    style: dict[str, Any] = {"color": colour(place), "marker": _mark(place), "clip_on": False}
     return style | ({"lw": 3.4, "ms": 7.5} if method == group.reference_arm else {})
 
 
@@ -214,13 +220,13 @@ def _facets(
                 axes.set_title(view.words("metric.loss"), loc="left", x=-0.1, pad=8)
 
         right = 0.5 if group.metric == "perplexity" and not loss else 0.2
-        figures.append(_draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
+        figures.append(draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
     return Figures(title, caption, figures, legend)
 
 
 def _scale(view: View, group: Group, axes: Any) -> None:
     """The axis of the score: per cent, or a perplexity with bits per byte on the other side."""
-    unit = " (%)" if group.kind == "share" else ""
+    unit = view.words("unit.percent") if group.kind == "share" else ""
     axes.set_title(view.words("figure.score", metric=view.metric(group)) + unit, loc="left", x=-0.1, pad=8)
     axes.grid(axis="y")
     axes.margins(y=0.12)
@@ -260,7 +266,7 @@ def _bits_per_log2(group: Group) -> float | None:
     return None
 
 
-def _colour(place: int) -> str:
+def colour(place: int) -> str:
     return f"#0d0e{place % len(PALETTE):02x}"
 
 
@@ -268,7 +274,7 @@ def _mark(place: int) -> str:
     return MARKS[place % len(MARKS)]
 
 
-def _draw(
+def draw(
     name: str,
     height: float,
     paint: Callable[[Any], None],

@@ -19,6 +19,9 @@ ORDER = (
     "mixture", "run",
 )  # fmt: skip
 
+# Notices of which a run may have one for each split.
+OF_SPLITS = ("data.truncated", "data.targets_truncated", "training.behind_baseline")
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -148,12 +151,17 @@ def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
 def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
     """The warnings of the runs themselves: those that differ in their numbers only are one, with a count."""
     alike: dict[str, list[Notice]] = defaultdict(list)
+    runs: dict[str, set[Cell]] = defaultdict(set)
+    told = {name for arm in group.arms.values() for name in group.behind(arm)}
     for record in group.records:
         for warning in record.warnings:
-            alike[_shape(warning)].append(warning)
+            # What the means are behind is said of the methods already.
+            if warning.code != "training.behind_baseline" or warning.values.get("name") not in told:
+                alike[_shape(warning)].append(warning)
+                runs[_shape(warning)].add(record.cell)
     texts = []  # of old records: what each run said in its own numbers is one notice
-    for several in alike.values():
-        values = {"warning": _merged(several), "count": len(several)}
+    for shape, several in alike.items():
+        values = {"warning": _merged(several), "count": len(runs[shape])}
         if several[0].code == "text" and len(several) < len(group.records):
             texts.append(notice("study.text_of_runs", **values))
         else:
@@ -163,8 +171,9 @@ def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
 
 
 def _shape(told: Notice) -> str:
-    """A notice without its numbers."""
-    values = {key: "<number>" if is_number(value) else value for key, value in told.values.items()}
+    """A notice without its numbers and, where it may be of several splits, without the split."""
+    anything = ("split",) if told.code in OF_SPLITS else ()
+    values = {k: "<any>" if is_number(v) or k in anything else v for k, v in told.values.items()}
     return json.dumps(Notice(told.code, values).to_dict(), sort_keys=True)
 
 
@@ -175,4 +184,6 @@ def _merged(several: list[Notice]) -> Notice:
         seen = [told.values[key] for told in several]
         if is_number(value) and min(seen) != max(seen):
             values[key] = Span(min(seen), max(seen))
+        elif key == "split" and len(set(map(str, seen))) > 1:
+            values[key] = list(dict.fromkeys(seen))
     return Notice(several[0].code, values)

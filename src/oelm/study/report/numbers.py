@@ -1,6 +1,7 @@
 """Numbers as text: no more digits than an interval supports, a typographic minus sign."""
 
 import math
+import re
 
 MINUS = "−"
 NOTHING = "–"
@@ -29,6 +30,11 @@ def signed(value: float | None, digits: int) -> str:
     text = fixed(value, digits)
     shown_zero = not text.strip("0.")
     return text if value is None or math.isnan(value) or value < 0 or shown_zero else f"+{text}"
+
+
+def with_minus(text: str) -> str:
+    """A sentence with the typographic sign before its negative numbers; 1e-3 and names stay."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", MINUS, text)
 
 
 def significant(value: float | None, figures: int = 3) -> str:

@@ -29,7 +29,15 @@ def summary(analysis: Analysis, lang: str = "en") -> str:
     view = View(analysis, Words(lang))
     # Fixed width, no colour, no markup: the text is the same in a terminal, a pipe and a log.
     file = io.StringIO()
-    console = Console(file=file, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(
+        force_jupyter=False,
+        file=file,
+        width=WIDTH,
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
     for group in analysis.groups:
         results = tables.results(view, group, most_keys=1)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)

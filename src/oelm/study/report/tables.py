@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from oelm.study.records import mean_of
 from oelm.study.report import numbers
@@ -24,7 +25,8 @@ def results(view: View, group: Group, most_keys: int = MOST_KEYS) -> Table:
     words, perplexity = view.words, group.metric == "perplexity"
     head = [
         words("table.method"),
-        words("table.mean", metric=view.metric(group)) + (" (%)" if group.kind == "share" else ""),
+        words("table.mean", metric=view.metric(group))
+        + (words("unit.percent") if group.kind == "share" else ""),
         *([words("metric.bits_per_byte")] if perplexity else []),
         words("table.difference", unit=view.unit(group)),
         words("table.verdict"),
@@ -49,7 +51,7 @@ def results(view: View, group: Group, most_keys: int = MOST_KEYS) -> Table:
     for label, detail, value, bits, split in beside:
         quiet = [TableCell(text, tone="quiet") for text in (*([bits] if perplexity else []), "", "")]
         rows.append([TableCell(label, detail, tone="quiet"), TableCell(value, split, tone="quiet"), *quiet])
-    return make_table(head, rows, view.title(group), left=(0, -1))
+    return replace(make_table(head, rows, view.title(group), left=(0, -1)), verdict_last=True)
 
 
 def _without_collapsed(view: View, group: Group) -> Iterator[tuple[str, str, str, str]]:
@@ -103,7 +105,11 @@ def badges(view: View) -> list[TableCell]:
     for c in view.analysis.comparisons[:MOST_BADGES]:
         name = view.words("table.minus", method=c.method, reference_arm=c.reference)
         detail = view.title(c.group)
-        cells.append(TableCell(f"{name}: {view.verdict(c)}", detail, tone=TONES[c.verdict]))
+        cells.append(
+            TableCell(
+                view.words("table.badge", name=name, verdict=view.verdict(c)), detail, tone=TONES[c.verdict]
+            )
+        )
     return cells
 
 
@@ -225,7 +231,8 @@ def cost(view: View, group: Group) -> Table | None:
             continue
         parameters = runs[0].results.get("parameters") or {}
         frozen, total = parameters.get("frozen"), parameters.get("total")
-        share = view.with_detail(numbers.count(frozen), f"{100 * frozen / total:.1f} %") if frozen else "0"
+        details = [f"{100 * frozen / total:.1f} %"] if frozen else []
+        share = view.with_detail(numbers.count(frozen or 0), "; ".join(details + _stages(view, parameters)))
         # On a CPU a record holds only the peak of its process, and a process trains many runs.
         on_cpu = any(record.environment.get("device") == "cpu" for record in runs)
         sizes = [numbers.count(total), numbers.count(parameters.get("trainable")), share]
@@ -234,6 +241,17 @@ def cost(view: View, group: Group) -> Table | None:
         rows.append([name_cell(view, arm.method), *sizes, *times, memory])
     head = [view.words(f"table.{name}") for name in names]
     return make_table(head, rows, view.title(group)) if rows else None
+
+
+def _stages(view: View, parameters: dict[str, Any]) -> list[str]:
+    """From which step on how many parameters are frozen, where a schedule says so: the first and the last."""
+    later = (parameters.get("stages") or [])[1:]
+    shown = later if len(later) < 3 else [later[0], later[-1]]
+    words = [
+        view.words("table.from_step", step=f"{stage['step']:,}", count=numbers.count(stage["frozen"]))
+        for stage in shown
+    ]
+    return words if len(shown) == len(later) else [words[0], "…", words[1]]
 
 
 def raw(view: View, group: Group) -> Table | None:

@@ -121,7 +121,7 @@ def _published(view: View, group: Group, name: str, value: float | None) -> str:
 
 
 def _metric_head(view: View, group: Group) -> str:
-    return view.metric(group) + (" (%)" if group.kind == "share" else "")
+    return view.metric(group) + (view.words("unit.percent") if group.kind == "share" else "")
 
 
 def _spread(history: Sequence[Row], published: dict[int, Any]) -> list[Row]:

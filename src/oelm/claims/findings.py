@@ -1,0 +1,376 @@
+"""What was found, on one page: the answer, every claim with its number, pictures, and what the numbers do
+not say. Made from records alone, so that the same records give the same page."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from oelm.claims import data
+from oelm.claims.collect import Collection
+from oelm.claims.verdicts import Finding, Verdict
+from oelm.models.gpt_sizes import is_reference
+from oelm.study.report import figures, numbers
+from oelm.study.report.document import Figure, Figures, escape_markdown
+from oelm.study.report.view import View, Words
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
+from oelm.system.files import write_text
+
+METHOD, REFERENCE = "oelm", "baseline"
+CONSTANT = "majority"  # the trivial baseline that reads no text
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing in a file of its own beside the page."""
+
+    file: str
+    title: str
+    svg: str
+
+
+def write_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> None:
+    """Write the page and its pictures, which lie in a folder with the page's name."""
+    folder = path.with_suffix("")
+    page, pictures = make_page(path, given, verdicts)
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        if old.name not in {picture.file for picture in pictures}:
+            old.unlink()
+    for picture in pictures:
+        write_text(folder / picture.file, picture.svg)
+    write_text(path, page)
+
+
+def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tuple[str, list[Picture]]:
+    """The text of the page that will lie at `path`, and its pictures."""
+    # A study whose plan was not recorded before its first test result decides nothing, and is not shown.
+    planned = [a for a in given.analyses if a.study is not None and not a.unplanned]
+    views = [View(analysis, Words("en")) for analysis in planned]
+    claims = {verdict.id: _claim_picture(verdict) for verdict in verdicts}
+    rates = [picture for view in views for picture in _view_pictures(view)]
+    values: dict[str, Any] = {
+        "rules": data.claim_data()["rules"],
+        "runs": sum(given.ages.values()),
+        "after": given.ages["after"],
+        "answer": _answer(planned, verdicts),
+        "verdicts": [_claim_row(verdict) for verdict in verdicts],
+        "pictures": claims,
+        "curves": rates,
+        "folder": path.stem,
+        "comparisons": [row for analysis in planned for row in _comparison_rows(analysis, path)],
+        "linear": [row for analysis in planned for row in _linear_rows(analysis)],
+        "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
+        "benchmarks": sorted(benchmark.name for benchmark in given.benchmarks),
+    }
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["md"] = escape_markdown
+    template = (files("oelm.claims") / "findings.md.j2").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(values)
+    drawn = [picture for picture in claims.values() if picture]
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", [*drawn, *rates]
+
+
+# The answer ------------------------------------------------------------------------------------------------
+
+
+def _answer(analyses: Sequence[Analysis], verdicts: Sequence[Verdict]) -> list[str]:
+    by_id = {verdict.id: verdict for verdict in verdicts}
+    groups = [(a, group) for a in analyses for group in _scratch(a) if _complete(a, group)]
+    return [
+        _classification_sentence(groups),
+        _robustness_sentence(groups),
+        _claim_sentence(by_id["C2"], "Time of a training step that freezing saves"),
+        _claim_sentence(by_id["C4"], "Language modelling, perplexity of `oelm` above that of `baseline`"),
+        _linear_sentence(groups),
+    ]
+
+
+def _scratch(analysis: Analysis) -> list[Group]:
+    """The settings of a study that train the published size from scratch with both methods."""
+    size = data.claim_data()["sizes"]["gpt"]
+    return [g for g in analysis.groups if g.model == size and {METHOD, REFERENCE} <= g.arms.keys()]
+
+
+def _complete(analysis: Analysis, group: Group) -> bool:
+    """Whether all planned runs of a setting are there: before that its test scores are nobody's business."""
+    return not any("unfinished" in c.problems for c in analysis.comparisons if c.group is group)
+
+
+def _comparison(analysis: Analysis, group: Group) -> Comparison | None:
+    pair = (METHOD, REFERENCE)
+    return next(
+        (c for c in analysis.comparisons if c.group is group and (c.method, c.reference) == pair), None
+    )
+
+
+def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
+    parts = []
+    for analysis, group in groups:
+        comparison = _comparison(analysis, group)
+        if group.kind != "share" or comparison is None or comparison.verdict == "void":
+            continue
+        parts.append(f"{_difference(comparison)} on {group.task} ({_word(comparison)})")
+    what = "Classification from scratch, each method at its own best learning rate, accuracy of `oelm` minus"
+    return f"{what} `baseline` in points: {'; '.join(parts) or 'no study of it is complete'}."
+
+
+def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
+    parts = []
+    for _, group in groups:
+        spans = [
+            group.arms[m].robustness(group.larger_is_better, group.tolerance) for m in (METHOD, REFERENCE)
+        ]
+        if group.kind == "share" and all(spans):
+            ours, theirs = (span.ratio for span in spans if span)
+            parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.task}")
+    what = "Learning rates within one point of a method's best span, `oelm` against `baseline`"
+    return f"{what}: {'; '.join(parts) or 'not measured'}."
+
+
+def _claim_sentence(verdict: Verdict, what: str) -> str:
+    if verdict.number is None:
+        return f"{what}: not measured."
+    return f"{what}: {_number(verdict)} ({verdict.id}: {verdict.verdict})."
+
+
+def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
+    above: list[str] = []
+    below: list[str] = []
+    for _, group in groups:
+        for method in (REFERENCE, METHOD):
+            linear = _linear(group)
+            if linear is not None and group.arms[method].values:
+                ahead = fmean(group.arms[method].values) > linear[1]
+                (above if ahead else below).append(f"`{method}` on {group.task}")
+    what = "Above the best linear baseline of their task (TF-IDF and logistic regression) end"
+    return f"{what}: {', '.join(above) or 'none'}; below it: {', '.join(below) or 'none'}."
+
+
+# Tables ----------------------------------------------------------------------------------------------------
+
+
+def _number(verdict: Verdict | Finding) -> str:
+    if verdict.number is None:
+        return numbers.NOTHING
+    digits = verdict.unit in ("ratio", "settings")
+    values = (verdict.number, *(verdict.interval or ()))
+    shown = [f"{v:.3g}" if digits else data.format_number(v, verdict.unit, signed=False) for v in values]
+    ends = f" ({shown[1]} to {shown[2]})" if verdict.interval else ""
+    return f"{shown[0]}{ends} {data.claim_data()['units'][verdict.unit][0]}"
+
+
+def _claim_row(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": _number(verdict),
+        "n": verdict.n or numbers.NOTHING, "why": verdict.why,
+    }  # fmt: skip
+
+
+def _word(comparison: Comparison) -> str:
+    return Words("en")(f"verdict.{comparison.verdict}").lower()
+
+
+def _difference(comparison: Comparison) -> str:
+    assert comparison.combined is not None
+    told = comparison.group.told(comparison.combined)
+    digits = numbers.digits_for(told.low, told.high)
+    ends = ""
+    if told.low is not None and told.high is not None:
+        ends = f" ({numbers.signed(told.low, digits)} to {numbers.signed(told.high, digits)})"
+    return numbers.signed(told.mean, digits) + ends
+
+
+def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
+    rows = []
+    for comparison in analysis.comparisons:
+        group, arms = comparison.group, (comparison.arm, comparison.reference_arm)
+        if not all(arm.values for arm in arms) or not _complete(analysis, group):
+            continue
+        rows.append(
+            {
+                "task": group.task, "model": group.model,
+                "pair": f"{comparison.method} − {comparison.reference}",
+                "scores": ", ".join(_score(group, arm) for arm in arms),
+                "difference": _difference(comparison) if comparison.combined else numbers.NOTHING,
+                "n": str(len(comparison.differences)), "verdict": _word(comparison),
+                "records": _link(group, page), "title": analysis.title,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _score(group: Group, arm: ArmResult) -> str:
+    value = fmean(arm.values)
+    text = numbers.fixed(100 * value if group.kind == "share" else value, 2)
+    return f"{text} at {numbers.learning_rate(arm.lr)}"
+
+
+def _link(group: Group, page: Path) -> str:
+    """The study's folder, as seen from the page."""
+    return Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix()
+
+
+def _study_folder(group: Group) -> Path:
+    folder = group.records[0].folder.resolve()
+    return next((up for up in folder.parents if (up / "study.toml").is_file()), folder)
+
+
+def _linear(group: Group) -> tuple[str, float] | None:
+    """The best linear baseline of a task: its name and its score."""
+    known = {n: m[group.metric] for n, m in group.trivial_baselines.items() if n != CONSTANT}
+    if not known or group.kind != "share":
+        return None
+    best = max(known, key=lambda name: known[name])
+    return Words("en").name("trivial", best), known[best]
+
+
+def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
+    rows = []
+    for group in analysis.groups:
+        linear = _linear(group)
+        if linear is None or not is_reference(group.model):  # pretrained models have read more than the task
+            continue
+        if not _complete(analysis, group):
+            continue
+        for arm in group.arms.values():
+            if arm.values:
+                value = fmean(arm.values)
+                rows.append(
+                    {
+                        "task": group.task, "model": group.model, "method": arm.method,
+                        "score": numbers.fixed(100 * value, 2),
+                        "linear": f"{numbers.fixed(100 * linear[1], 2)} ({linear[0]})",
+                        "n": str(len(arm.values)), "where": "above" if value > linear[1] else "below",
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
+    rows = []
+    for group in analysis.groups:
+        for arm in group.arms.values():
+            span = arm.robustness(group.larger_is_better, group.tolerance)
+            if span is None:
+                continue
+            low, high = numbers.learning_rate(span.low), numbers.learning_rate(span.high)
+            rows.append(
+                {
+                    "task": group.task, "model": group.model, "method": arm.method,
+                    "best": numbers.learning_rate(span.best_rate),
+                    "range": low if low == high else f"{low} to {high}",
+                    "scores": ", ".join(_rate_score(group, arm, lr) for lr in arm.lr_scores),
+                    "lost": _lost_rates(group, arm),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _rate_score(group: Group, arm: ArmResult, lr: float) -> str:
+    score = arm.lr_scores[lr]
+    text = "failed" if score is None else numbers.fixed(100 * score if group.kind == "share" else score, 1)
+    return f"{numbers.learning_rate(lr)}: {text}"
+
+
+def _lost_rates(group: Group, arm: ArmResult) -> str:
+    """At each learning rate with any: trials that diverged, are at chance or fell far below the best."""
+    best = max((s for s in arm.lr_scores.values() if s is not None), default=None, key=group.points)
+    found = []
+    for lr in arm.lr_scores:
+        trials = [run for run in arm.trials if run.lr == lr]
+        bad = [run for run in trials if best is None or _is_lost(group, run, best)]
+        if bad:
+            found.append(f"{numbers.learning_rate(lr)}: {len(bad)} of {len(trials)}")
+    return ", ".join(found) or "none"
+
+
+FALLEN = 5.0  # points, or per cent of a perplexity: as far below the best as a collapsed run at least is
+
+
+def _is_lost(group: Group, run: Any, best: float) -> bool:
+    if run.stand_in or run.validation is None or run.results.get("at_chance"):
+        return True
+    return group.points(best) - group.points(run.validation) > FALLEN
+
+
+# Pictures --------------------------------------------------------------------------------------------------
+
+
+def _claim_picture(verdict: Verdict) -> Picture | None:
+    """Every setting's number with its interval, and the published figure where there is one."""
+    rows = [f for f in verdict.details if f.number is not None and f.unit != "settings"]
+    if not rows:
+        return None
+    unit = data.claim_data()["units"][rows[0].unit][0]
+    labels = [finding.label for finding in rows]
+    names = [
+        n if labels.count(n) == 1 else f"{n}, {f.source}"[:44] for n, f in zip(labels, rows, strict=True)
+    ]
+
+    def paint(axes: Any) -> None:
+        zero = 1.0 if rows[0].unit == "ratio" else 0.0
+        axes.axvline(zero, color=figures.FAINT, lw=1)
+        for place, finding in enumerate(rows):
+            y = len(rows) - 1 - place
+            shade = figures.FAINT if finding.void else figures.colour(0)
+            if finding.interval:
+                axes.plot(finding.interval, [y, y], color=shade, lw=3, solid_capstyle="butt")
+            axes.plot(finding.number, y, "o", ms=8, color=shade, mfc=figures.PAGE if finding.void else shade)
+            if finding.published is not None:
+                axes.plot(finding.published, y, "D", ms=7, color=figures.colour(1), mfc="none", mew=1.6)
+            text = f"{names[place]}: {'no verdict' if finding.void else finding.verdict}"
+            at = axes.get_yaxis_transform()
+            axes.text(0, y + 0.24, text, transform=at, va="bottom", color=figures.INK, size=9.5)
+        axes.set_ylim(-0.45, len(rows) - 0.1)
+        axes.margins(x=0.06)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+        if rows[0].unit == "ratio":
+            low, high = axes.dataLim.intervalx
+            axes.set_xscale("log")
+            ticks = [tick for tick in (0.1, 0.3, 1, 3, 10, 30, 100) if low <= tick <= high]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks([], minor=True)
+        axes.set_xlabel(unit)
+
+    drawn = figures.draw(verdict.id, 0.78 + 0.5 * len(rows), paint, verdict.claim, left=0.15)
+    return Picture(f"{verdict.id}.svg", verdict.claim, alone(drawn))
+
+
+def _view_pictures(view: View) -> list[Picture]:
+    made: list[Figures | None] = [figures.learning_rates(view)]
+    if any(group.kind == "perplexity" for group in view.analysis.groups):
+        made.append(figures.curves(view))
+    study, pictures = _study_folder(view.analysis.groups[0]).name, []
+    for figure_set in made:
+        for drawn in figure_set.figures if figure_set else []:
+            label = drawn.label or view.analysis.groups[0].task
+            kind = re.sub(r"-\d+$", "", drawn.name)
+            file = re.sub(r"[^\w.-]+", "-", f"{study}-{kind}-{label}.svg")
+            text = f"{drawn.title}: {label}. {_legend(figure_set.legend if figure_set else {})}"
+            pictures.append(Picture(file, text, alone(drawn)))
+    return pictures
+
+
+def _legend(legend: dict[str, int]) -> str:
+    names = ("blue", "orange", "green", "pink", "yellow", "light blue", "brown", "grey")
+    return ", ".join(f"{method} {names[place % len(names)]}" for method, place in legend.items())
+
+
+def alone(figure: Figure) -> str:
+    """A drawing as a file of its own, readable on a light and on a dark page."""
+    inside = re.sub(r"var\(--\w+, (#\w+)\)", r"\1", str(figure.inside)).replace("currentColor", "#111")
+    _, _, width, height = figure.box.split()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{figure.box}" width="{2 * float(width):.0f}" '
+        f'height="{2 * float(height):.0f}" font-family="sans-serif"><rect width="100%" height="100%" '
+        f'fill="#fff"/>{inside}</svg>\n'
+    )

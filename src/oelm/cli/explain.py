@@ -1,0 +1,53 @@
+"""The verb explain: what the heads of trained models attend to."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oelm.cli import options
+from oelm.cli.predict import RunOrStudy, load_trained, note
+from oelm.errors import UserError
+from oelm.system.terminal import say
+
+
+def explain(
+    run: RunOrStudy,
+    other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="Another, to compare with.")] = None,
+    texts: Annotated[int, typer.Option(help="How many texts are read; default: 32.")] = 32,
+    split: Annotated[str, typer.Option(help="Of the run's dataset; default: test.")] = "test",
+    lines: Annotated[
+        Path | None, typer.Option(help="Read the lines of this file in place of the run's dataset.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; default: explain.html in RUN's folder.")] = None,
+    lang: options.Lang = "en",
+    plugin: options.Plugin = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """What each head attends to, the scale of its scores, the rank of its block: heat maps, or JSON.
+
+    Examples: oelm explain runs/x; oelm explain runs/baseline runs/oelm --out heads.html
+    """
+    from oelm.inference.attention_page import attention_page
+    from oelm.inference.attention_sample import explain_model
+    from oelm.study.report.view import Words
+    from oelm.system.files import write_text
+
+    Words(lang)  # refuses a language that does not exist
+    folders = [run] if other is None else [run, other]
+    if other is not None and run.resolve() == other.resolve():
+        raise UserError(f"{run} is named twice: there is nothing to compare")
+    statistics = {str(folder): explain_model(load_trained(folder), texts, split, lines) for folder in folders}
+    shapes = [[(h.attention, h.layer, h.head) for h in one.heads] for one in statistics.values()]
+    if shapes[0] != shapes[-1]:
+        raise UserError(f"{run} and {other} have different layers or heads: explain them one at a time")
+    if as_json:
+        say(json.dumps({name: one.to_dict() for name, one in statistics.items()}))
+        return
+    page = out or run / "explain.html"
+    write_text(page, attention_page(statistics, lang))
+    for name, one in statistics.items():
+        for text in one.notes:
+            note(f"{name}: {text}")
+    say(f"page     {page}")

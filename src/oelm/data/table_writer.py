@@ -1,0 +1,89 @@
+"""Rows written to a CSV, TSV, JSON lines or Parquet file: complete, or not at all."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from oelm.errors import UserError
+from oelm.system.files import replacing
+from oelm.system.library_errors import first_line
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+Row = dict[str, Any]
+
+
+def check_new_table(path: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{path}: cannot tell what kind of file to write; name it {' or '.join(SUFFIXES)}")
+    if path.exists():
+        raise UserError(f"{path} exists already; name another file, or remove it")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}; create it")
+
+
+def write_table(path: Path, rows: Iterable[Row], names: list[str], schema: Any = None) -> int:
+    """Write the rows and return how many there are. `names` are the columns; empty: those of the first row.
+    `schema`: pyarrow's, of columns whose types shall stay."""
+    kind = path.suffix.lower()
+    with replacing(path) as file:
+        if kind == ".parquet":
+            return _parquet(file, list(rows), schema, path)
+        write = _json_lines if kind == ".jsonl" else _csv
+        return write(file, rows, names, "\t" if kind == ".tsv" else ",")
+
+
+def json_line(row: Row) -> str:
+    """A row as JSON; what JSON does not know (dates, decimals) as text."""
+    return json.dumps(row, ensure_ascii=False, default=str)
+
+
+def _json_lines(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> int:
+    count = 0
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        file.write(json_line(row).encode() + b"\n")
+    return count
+
+
+def _csv(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> int:
+    rows, count = iter(rows), 0
+    first = next(rows, None)
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer = csv.writer(text, delimiter=mark)
+    writer.writerow(names or first or [])
+    names = names or list(first or ())
+    for count, row in enumerate(_all(first, rows), 1):
+        if more := [name for name in row if name not in names]:
+            raise UserError(
+                f"row {count} has {more[0]!r}, which row 1 lacks: a table cannot hold it; write .jsonl"
+            )
+        writer.writerow([_cell(row.get(name)) for name in names])
+    text.flush()
+    text.detach()
+    return count
+
+
+def _all(first: Row | None, rows: Iterator[Row]) -> Iterable[Row]:
+    return rows if first is None else chain([first], rows)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
+
+
+def _parquet(file: IO[bytes], rows: list[Row], schema: Any, path: Path) -> int:
+    import pyarrow
+    import pyarrow.parquet
+
+    types = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
+    names = list(dict.fromkeys(chain.from_iterable(rows))) or list(types)
+    try:
+        columns = [pyarrow.array([row.get(name) for row in rows], types.get(name)) for name in names]
+        pyarrow.parquet.write_table(pyarrow.table(columns, names), file)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} cannot be written as Parquet: {first_line(error)}; write .jsonl") from None
+    return len(rows)

@@ -1,0 +1,66 @@
+"""How often a model says what a file's column of labels says."""
+
+import math
+from collections import Counter
+from typing import Any
+
+from oelm.data.labels import WHOLE, all_whole, whole_number
+from oelm.data.tasks.base import Reader
+
+
+class Agreement:
+    """Counts the rows in which the prediction is the label; of numbers, sums squared errors. Rows without a
+    label or without text do not count; a label that the model does not know counts as wrong."""
+
+    def __init__(self, reader: Reader, column: str) -> None:
+        self.numbers, self.column = reader.compared == "value", column
+        self.names = [] if self.numbers else list(reader.model.config.id2label.values())
+        self.rows = self.right = self.without = 0
+        self.squares = 0.0
+        self.unknown: Counter[str] = Counter()
+
+    def add(self, predicted: Any, label: Any) -> None:
+        if predicted is None:
+            return
+        if label is None or not (text := str(label).strip()) or text.lower() == "nan":
+            self.without += 1
+        elif self.numbers:
+            self._add_number(predicted, text)
+        else:
+            name = self._class(text)
+            self.rows += 1
+            self.right += name == predicted
+            self.unknown[name] += name not in self.names
+
+    def _add_number(self, predicted: float, text: str) -> None:
+        try:
+            self.squares += (predicted - float(text)) ** 2
+        except ValueError:
+            self.without += 1
+        else:
+            self.rows += 1
+
+    def _class(self, text: str) -> str:
+        """The class that a label names: a number where classes are numbers, or their places are given."""
+        if text in self.names or not WHOLE.fullmatch(text):
+            return text
+        number = whole_number(text)
+        if not all_whole(self.names) and 0 <= int(number) < len(self.names):
+            return str(self.names[int(number)])
+        return number
+
+    def __str__(self) -> str:
+        """One line; empty where nothing was compared."""
+        if not self.rows:
+            return ""
+        place = f"labels in column {self.column!r}"
+        if self.numbers:
+            said = f"rmse {math.sqrt(self.squares / self.rows):.4g} on the {self.rows:,} {place}"
+        else:
+            share = self.right / self.rows
+            said = f"accuracy {share:.4f}: {self.right:,} of the {self.rows:,} {place} are predicted"
+        if self.without:
+            said += f"; {self.without:,} rows have none"
+        if strange := [f"{name!r} ({count:,})" for name, count in self.unknown.most_common(3) if count]:
+            said += f"; unknown to the model and counted as wrong: {', '.join(strange)}"
+        return said

@@ -1,0 +1,48 @@
+"""A trained model as a function of texts."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oelm.inference.tables import Table
+from oelm.inference.trained import Trained
+from oelm.study.kept_models import best_model, is_study
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Predictions(list[dict[str, Any]]):
+    """Answers in the order of the texts, each with its text."""
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        import pandas
+
+        return pandas.DataFrame(list(self))
+
+
+class Predictor:
+    """The model of a run's folder, of a saved model's or, of a study's, the best that it kept.
+
+    `oelm.Predictor("x")(["a text"])` gives for each text what `oelm predict` says of a line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        folder = Path(path)
+        self.trained = Trained(best_model(folder).run if is_study(folder) else folder)
+
+    def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
+        """Answers to texts or, where the model reads pairs or questions, to tuples of two."""
+        given = [texts] if isinstance(texts, str) else texts
+        lines = (text if isinstance(text, str) else "\t".join(text) for text in given)
+        return Predictions(self.trained.predict(lines))
+
+    def file(self, path: str | Path, text: str | None = None, text_pair: str | None = None) -> Predictions:
+        """The rows of a CSV, TSV, JSON or Parquet file with their answers, as `oelm predict` gives them."""
+        return Predictions(Table(self.trained, path, text, text_pair).predict())
+
+    def generate(
+        self, prompt: str, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> str:
+        """How a language model continues the prompt, or what an encoder-decoder writes for it."""
+        return self.trained.generate(prompt, tokens, temperature, top_k, seed)

@@ -1,0 +1,47 @@
+"""What of a model is frozen at a step of its training. Without a schedule, that is the same at every step."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+from oelm.method import Method
+from oelm.models.families import depths_from_top, frozen_names
+from oelm.models.freeze_schedule import FreezeSchedule, Timeline
+
+
+class At(NamedTuple):
+    """A step of a run (the last one taken), and how many steps the run has."""
+
+    step: int = 0
+    total: int = 1  # at step 0 a schedule does not depend on it
+
+
+START = At()
+
+
+def unfreezing_groups(model: nn.Module, method: Method) -> dict[str, int]:
+    """By name, every parameter that the method freezes at some time, and which of the groups 0, 1, ... that
+    are unfrozen one after another it belongs to. Layers of an encoder and a decoder go in pairs, from the
+    top."""
+    names = frozen_names(model, method)
+    order = method.schedule.order if method.schedule else "together"
+    if order == "together":
+        return dict.fromkeys(names, 0)
+    depths = {name: max(1, depth) for name, depth in depths_from_top(model).items() if name in names}
+    turns = sorted({*depths.values()}, reverse=order == "bottom-up")
+    return {name: turns.index(depth) for name, depth in depths.items()}
+
+
+def timeline_of(schedule: FreezeSchedule, groups: Iterable[int], total: int) -> Timeline:
+    return schedule.resolve(len({*groups}), total)
+
+
+def frozen_at(model: nn.Module, method: Method, at: At) -> dict[str, int]:
+    """The parameters that the method has frozen at a step, by name, and the step since which they are."""
+    if not method.schedule:
+        return dict.fromkeys(frozen_names(model, method), 0)
+    groups = unfreezing_groups(model, method)
+    line = timeline_of(method.schedule, groups.values(), at.total)
+    since = {name: line.frozen_since(group, at.step) for name, group in groups.items()}
+    return {name: step for name, step in since.items() if step is not None}

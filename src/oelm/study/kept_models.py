@@ -1,0 +1,48 @@
+"""The trained models that a study kept, and the best of them by validation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from oelm.config import read_toml
+from oelm.errors import UserError
+from oelm.system.files import read_object
+from oelm.training.predictions import larger_is_better
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    run: Path
+    task: str
+    method: str
+    metric: str
+    value: float  # on validation
+
+    def __str__(self) -> str:
+        return f"{self.run} ({self.method} on {self.task}, validation {self.metric} {self.value:.4g})"
+
+
+def kept_models(study: Path) -> list[KeptModel]:
+    """The kept models of a study, those of a task together and the best first."""
+    models, chosen_by = [], read_toml(study / "study.toml").get("study", {}).get("metric")
+    for folder in sorted(study.glob("runs/*/*/*/model")):
+        results = read_object(folder.parent / "results.json")
+        best, metric = results["best"]["metrics"], chosen_by or results["metric"]
+        models.append(
+            KeptModel(folder.parent, results["task"], results["method"], metric, float(best[metric]))
+        )
+    return sorted(models, key=lambda m: (m.task, -m.value if larger_is_better(m.metric) else m.value))
+
+
+def is_study(folder: Path) -> bool:
+    return (folder / "study.toml").is_file()
+
+
+def best_model(study: Path) -> KeptModel:
+    """The best kept model of a study of one task; of several tasks, all are named."""
+    models = kept_models(study)
+    if not models:
+        raise UserError(f"{study} holds no model: none is trained yet, or study.models says to keep none")
+    if len({model.task for model in models}) > 1:
+        listed = "; ".join(map(str, models))
+        raise UserError(f"{study} is a study of several tasks; name the run of one model: {listed}")
+    return models[0]

@@ -1,0 +1,136 @@
+"""What a user asks for with `oelm study` or `oelm.study`, and with `oelm report`: plan, conduct, report.
+
+Nothing heavy is imported here: `import oelm` brings the functions.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oelm.config import flag_keys, merge, overrides, read_toml
+from oelm.errors import UserError
+from oelm.system.plugins import load_plugins
+from oelm.training.request import Assignments, PathLike, spelled_out, split_assignments, takes_options
+
+if TYPE_CHECKING:
+    from oelm.study.design import Study
+    from oelm.study.study_result import StudyResult
+
+Names = str | Iterable[Any]  # a list, or text with commas
+OF_A_RUN = ("method", "lr", "seed")  # a study has several
+LISTS = ("tasks", "methods", "lrs")
+
+
+@takes_options(*OF_A_RUN)
+def study(
+    name: PathLike | None = None,
+    *,
+    task: Names | None = None,
+    methods: Names | None = None,
+    lrs: Iterable[float] | str | None = None,
+    seeds: int | None = None,
+    until_decided: bool | None = None,
+    max_seeds: int | None = None,
+    margin: float | None = None,
+    jobs: int | None = None,
+    launcher: str | None = None,
+    slurm: bool = False,
+    profile: PathLike | None = None,
+    set: Assignments = (),
+    out: PathLike | None = None,
+    stop_after: float | None = None,
+    lang: str = "en",
+    plugin: Iterable[str] = (),
+    show: bool = True,
+    **options: Any,
+) -> "StudyResult":
+    """Compare methods fairly and write the report: `oelm study`, whose options have the same names here.
+
+    `oelm.study(data="d.csv", text="body", label="topic", methods=["baseline", "oelm"], lrs=[3e-4, 1e-3],
+    seeds=5, out="s")`. Any other key: `set={"study.widen": 0}`. An unfinished study in `out` goes on.
+    """
+    from oelm.study.report.view import Words
+
+    Words(lang)  # a language that does not exist must not cost a study
+    table: dict[str, Any] = {"tasks": task, "methods": methods, "lrs": lrs, "seeds": seeds}
+    table |= {"until_decided": until_decided, "max_seeds": max_seeds, "margin": margin, "jobs": jobs}
+    table |= {"launcher": "slurm" if slurm else launcher}
+    planned, folder = plan_study(name, out, options, table, set, plugin, profile)
+    return conduct_study(planned, folder, stop_after, lang, show)
+
+
+def plan_study(
+    name: PathLike | None,
+    out: PathLike | None,
+    options: Mapping[str, Any],
+    table: Mapping[str, Any],
+    set: Assignments = (),
+    plugin: Iterable[str] = (),
+    profile: PathLike | None = None,
+) -> tuple["Study", Path]:
+    """The study a user asks for, and its folder: one by name or the one in the folder `out`, overridden by
+    the file `profile`, options of its runs and keys of its [study] `table`. Nothing is prepared yet."""
+    from oelm.study.design import make_study, read_study
+    from oelm.study.folder import StudyFolder
+    from oelm.study.launchers import LAUNCHERS
+
+    if wrong := [key for key in OF_A_RUN if key in options]:
+        raise TypeError(f"a study has no option {wrong[0]!r}; it has task, methods, lrs and seeds")
+    given = spelled_out(options)
+    table = {
+        key: _listed(value) if key in LISTS else value for key, value in table.items() if value is not None
+    }
+    title = str(name or given.get("data") or "-".join(table.get("tasks") or ["study"]))
+    folder = Path(out or Path("studies", Path(title).stem.strip(".") or "study"))
+    if "data" in given:
+        table = {"tasks": []} | table  # a file in place of the tasks that a study names
+    keys = flag_keys(given) | {f"study.{key}": value for key, value in table.items()}
+    flags, assignments = split_assignments(keys, set)
+    values: dict[str, Any] = {}
+    if name is not None:
+        values = read_study(str(name))
+    elif out is not None and (folder / "study.toml").is_file():
+        load_plugins(read_toml(folder / "study.toml").get("plugins", ()))
+        values = StudyFolder(folder).read().to_dict()
+    elif not flags:
+        raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    if profile is not None:
+        values = merge(values, read_toml(Path(profile)))
+    if "study.methods" in flags and isinstance(values.get("study"), dict):
+        values["study"].pop("arms", None)
+    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugin])]:
+        values["plugins"] = plugins
+        load_plugins(plugins)
+    planned = make_study(merge(values, overrides(flags, assignments)), str(name or "options"))
+    LAUNCHERS.find(planned.table.launcher)  # before anything is prepared
+    StudyFolder(folder).check(planned)  # before anything is imported or prepared
+    return planned, folder
+
+
+def conduct_study(
+    planned: "Study", folder: Path, stop_after: float | None, lang: str = "en", show: bool = True
+) -> "StudyResult":
+    """Make the runs of a study that are missing, and write its report."""
+    from oelm.study.conduct import ProgressView, conduct
+
+    with ProgressView(show) as view:
+        progress = conduct(planned, folder, stop_after, view.show)
+    result = report(folder, lang=lang)
+    result.failed.update({name: str(reason) for name, reason in progress.failed.items()})
+    result.measured = any(setting.tests for setting in progress.settings)
+    return result
+
+
+def report(folder: PathLike, *, lang: str = "en") -> "StudyResult":
+    """Report on a study, or on any folder with runs, as `oelm report`: report.md and report.html in it."""
+    from oelm.study.report import write_report
+    from oelm.study.study_result import StudyResult
+
+    return StudyResult(Path(folder), write_report(Path(folder), lang), lang)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, or the parts of one written with commas."""
+    return (
+        [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+    )

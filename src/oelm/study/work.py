@@ -1,0 +1,252 @@
+"""`oelm work`: take runs of a study from its shared folder, train them on this machine, give them back."""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from oelm.config import rebuild_config
+from oelm.errors import OUTCOMES, Interrupted, UserError
+from oelm.study.design import StudyConfig
+from oelm.study.folder import StudyFolder
+from oelm.study.launchers.interface import EndedRun, RunJob
+from oelm.study.launchers.local import LocalLauncher
+from oelm.study.records import read_record
+from oelm.study.run_claims import BEATS, MOST_LOST, Claim, Queue
+from oelm.system.messages import notice
+from oelm.system.version import NUMERICS, NUMERICS_OTHERS
+from oelm.training.parallel import process_state
+from oelm.training.status import is_locked
+from oelm.training.stopping import Stop, stopping
+
+STOP_PATIENCE = 100.0  # seconds for runs to save when the worker is told to stop
+# Keys of the [study] table that say how a worker makes runs; they travel with each job.
+WORKER_KEYS = ("jobs", "threads", "memory_gb", "gpus_per_run")
+
+
+def job_values(job: RunJob, table: StudyConfig, memory_bytes: float, root: Path) -> dict[str, Any]:
+    """A run as a worker on any machine can read it."""
+    return {
+        "config": job.config.to_dict(),
+        "dataset": str(job.dataset.absolute()),
+        "folder": str(job.folder.relative_to(root)),
+        "table": {key: getattr(table, key) for key in WORKER_KEYS},
+        "memory_bytes": memory_bytes,
+        "numerics": [NUMERICS, NUMERICS_OTHERS],
+        "device": process_state().device.type,
+    }
+
+
+def worker_name() -> str:
+    """A name for this worker: where it runs, and its Slurm job."""
+    job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    slurm = f"slurm-{job}_{task}-" if job else ""
+    return f"{slurm}{socket.gethostname()}-{os.getpid()}"
+
+
+@dataclass
+class Worker:
+    """One `oelm work`: claims on runs, and a local launcher that trains them side by side."""
+
+    root: Path
+    queue: Queue
+    jobs: int | None = None  # runs side by side; None: as the study says
+    say: Callable[[str], None] = print
+    launcher: LocalLauncher | None = None
+    claims: dict[Path, tuple[Claim, Path]] = field(default_factory=dict)  # work folder -> claim, run's folder
+    beaten: float = 0.0  # when the claims were last renewed
+
+    def run(self, stop: Stop, idle: float | None) -> None:
+        """Train runs until the study is finished, it is cancelled, `stop` says so, or there was nothing to do
+        for `idle` seconds."""
+        busy = time.monotonic()
+        try:
+            while not self.queue.finished.exists():
+                if (self.root / "cancel").exists():
+                    stop.reason = notice("stop.cancelled")
+                if stop.reason is not None:
+                    self._stop_runs()
+                    raise Interrupted(stop.reason)
+                self._take_runs()
+                self._look()
+                busy = time.monotonic() if self.claims else busy
+                waited = time.monotonic() - busy
+                # A run that another worker has may come free: whether that one lives is seen only in time.
+                if (
+                    idle is not None
+                    and waited > idle
+                    and (waited > 2 * self.queue.expires or not self.queue.names())
+                ):
+                    self.say(f"nothing to do for {waited:.0f} s; leaving")
+                    return
+            self.say("the study is finished")
+        finally:
+            if self.launcher is not None:
+                self.launcher.close()
+
+    def _take_runs(self) -> None:
+        while self.launcher is None or len(self.claims) < self.launcher.places:
+            claim = self.queue.take()
+            if claim is None:
+                return
+            self._start(claim)
+
+    def _start(self, claim: Claim) -> None:
+        values = self.queue.read(claim.name)
+        if values is None:
+            self._end(claim, {"kind": "disk", "reason": notice("run.no_job").to_dict()})
+            return
+        try:
+            self._check(values)
+        except UserError:
+            claim.end("released")  # another machine may be able to
+            raise
+        folder = self.root / values["folder"]
+        if self._has_result(folder):  # it was made twice, and counts once
+            self._end(claim, None)
+            return
+        self.queue.bring_work(claim)
+        if not claim.work.exists() and folder.exists() and not is_locked(folder):
+            folder.rename(claim.work)  # what a study on one machine left unfinished
+        self.claims[claim.work] = (claim, folder)
+        if self._has_result(claim.work):  # its worker died before it could hand it over
+            self._publish(claim.work)
+        elif claim.lost >= MOST_LOST:
+            del self.claims[claim.work]
+            self._end(
+                claim, {"kind": "process", "reason": notice("run.workers_lost", count=claim.lost).to_dict()}
+            )
+        else:
+            self._train(claim, folder, values)
+
+    def _train(self, claim: Claim, folder: Path, values: dict[str, Any]) -> None:
+        if self.launcher is None:
+            table = StudyConfig(**values["table"])
+            table = table if self.jobs is None else replace(table, jobs=self.jobs)
+            logs = self.root / "log" / self.queue.owner
+            self.launcher = LocalLauncher(table, values["memory_bytes"], logs)
+        job = RunJob(rebuild_config(values["config"]), Path(values["dataset"]), claim.work)
+        if self.launcher.start(job):
+            again = f" (worker {claim.number} of this run)" if claim.number > 1 else ""
+            self.say(f"takes {folder.relative_to(self.root / 'runs')}{again}")
+        else:
+            del self.claims[claim.work]
+            claim.end("released")
+
+    def _check(self, values: dict[str, Any]) -> None:
+        """Refuse to train on a machine where the run would not be the same run."""
+        if values["numerics"] != [NUMERICS, NUMERICS_OTHERS]:
+            raise UserError(
+                f"this machine's oelm has other arithmetic (numerics {NUMERICS}, {NUMERICS_OTHERS}) than the "
+                f"study ({', '.join(map(str, values['numerics']))}); install the study's version"
+            )
+        here = process_state().device.type
+        if values["config"]["training"]["precision"] == "auto" and values["device"] != here:
+            raise UserError(
+                f"the study's precision was chosen for {values['device']}, and this worker has {here}; start "
+                "the study again with --precision"
+            )
+        if not Path(values["dataset"]).is_dir():
+            raise UserError(
+                f"the prepared dataset {values['dataset']} is not on this machine; set OELM_CACHE_DIR to a "
+                "folder that all machines share, and start the study again"
+            )
+
+    def _has_result(self, folder: Path) -> bool:
+        """Whether the study can use what is there: a result, or that the run must take the plain path."""
+        with contextlib.suppress(UserError):
+            record = read_record(folder) if folder.exists() else None
+            return record is not None and (record.evaluated or record.fell_back)
+        return False
+
+    def _look(self) -> None:
+        """Wait a moment for a run to end, and renew the claims."""
+        if self.launcher is None or not self.claims:
+            time.sleep(0.5)
+        elif (ended := self.launcher.poll(0.5)) is not None:
+            self._ended(ended, stopping=False)
+        if time.monotonic() - self.beaten >= self.queue.expires / BEATS:
+            self.beaten = time.monotonic()
+            for work, (claim, folder) in list(self.claims.items()):
+                if not claim.beat():
+                    self._lose(work, folder)
+
+    def _ended(self, ended: EndedRun, stopping: bool) -> None:
+        claim, folder = self.claims[ended.folder]
+        if ended.kind is None or ended.kind in OUTCOMES or self._has_result(ended.folder):
+            self._publish(ended.folder)
+            return
+        del self.claims[ended.folder]
+        name = folder.relative_to(self.root / "runs")
+        reason = ended.reason or notice("study.no_reason")
+        if stopping or ended.crowded or reason.code == "run.exit_stopped":  # it has saved a checkpoint
+            self.say(f"gives back {name}: {reason}")
+            claim.end("released")
+            return
+        if ended.log is not None and ended.kind in ("process", "software", "device"):
+            reason = notice("run.see_log", reason=reason, log=ended.log)
+        self.say(f"{name} failed: {reason}")
+        self._end(claim, {"kind": ended.kind, "reason": reason.to_dict()})
+
+    def _publish(self, work: Path) -> None:
+        """Give a run that has a result its place in the study, unless another worker has done so."""
+        claim, folder = self.claims.pop(work)
+        if not claim.end("finished"):
+            self._lose(work, folder)
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            work.rename(folder)
+        except FileNotFoundError:  # taken over after the claim had ended: its new worker finds the result
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(work, ignore_errors=True)
+        self.say(f"finished {folder.relative_to(self.root / 'runs')}")
+        self.queue.close_job(claim, None)
+
+    def _end(self, claim: Claim, answer: dict[str, Any] | None) -> None:
+        if claim.end("finished"):
+            self.queue.close_job(claim, answer)
+
+    def _lose(self, work: Path, folder: Path) -> None:
+        """Another worker has taken the run over: stop at once. The folder stays: it may be about to move."""
+        self.claims.pop(work, None)
+        if self.launcher is not None:
+            self.launcher.drop(work)
+        self.say(f"lost {folder.relative_to(self.root / 'runs')} to another worker: no sign of life in time")
+
+    def _stop_runs(self) -> None:
+        """Have every run save a checkpoint, and give it back."""
+        if self.launcher is None:
+            return
+        self.launcher.stop()
+        end = time.monotonic() + STOP_PATIENCE
+        while self.claims and time.monotonic() < end:
+            if (ended := self.launcher.poll(0.5)) is not None:
+                self._ended(ended, stopping=True)
+        for claim, _ in self.claims.values():
+            claim.end("released")
+
+
+def work(
+    root: Path, jobs: int | None, idle: float | None, expires: float, say: Callable[[str], None]
+) -> None:
+    """Train runs of the study in `root` until there is nothing left to do."""
+    queue = Queue(root, worker_name(), expires)
+    if StudyFolder(root).read().table.launcher == "local":
+        raise UserError(
+            f"{root} trains its runs itself; oelm study --out {root} --launcher workers shares them"
+        )
+    if (root / "cancel").exists():
+        raise UserError(f"{root} was cancelled; oelm study --out {root} starts it again")
+    with stopping(None) as stop:
+        stop.patient = True
+        Worker(root, queue, jobs, say).run(stop, idle)

@@ -1,0 +1,69 @@
+"""What a user wrote as a dataclass: pydantic checks types and unknown keys, and an error names the key."""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, cast
+
+from oelm.errors import UserError
+
+T = TypeVar("T")
+LARGEST = 1 << 63  # whole numbers beyond 64 bits mean nothing to any library below
+
+
+def checked(kind: type[T], values: Mapping[str, Any], where: str, table: str = "") -> T:
+    """A dataclass from a nested mapping; an error names the first wrong key and what it may be. `where` is
+    the file that says so, `table` the name of the table in it, if it is not the whole file."""
+    from pydantic import ValidationError
+
+    try:
+        made = cast(T, _adapter(cast(Any, kind)).validate_python(dict(values)))
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error.errors()[0], kind, table)}") from None
+    for path, given, value in _leaves(table, values, made):
+        if isinstance(given, bool) and not isinstance(value, bool):  # pydantic takes true for 1
+            raise UserError(f"{where}: {path} must be a number, got {str(given).lower()}")
+        if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+            raise UserError(f"{where}: {path} has {len(str(abs(value)))} digits, which is too large")
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise UserError(f"{where}: {path} = {json.dumps(value)} is not text in UTF-8; write it anew")
+    return made
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _leaves(path: str, given: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """All single values below a table: where they stand, as given and as read."""
+    if isinstance(given, Mapping):
+        for key in given:
+            inner = getattr(value, str(key), None) if is_dataclass(value) else value[key]
+            yield from _leaves(f"{path}.{key}".lstrip("."), given[key], inner)
+    elif isinstance(given, list | tuple):
+        for entry, inner in zip(given, value, strict=False):
+            yield from _leaves(path, entry, inner)
+    else:
+        yield path, given, value
+
+
+def _explain(error: Any, kind: Any, table: str) -> str:
+    *section, _ = parts = [str(part) for part in error["loc"] if part != "[key]"] or [""]
+    path = ".".join(filter(None, [table, *parts]))
+    if error["type"] == "unexpected_keyword_argument":
+        for part in section:
+            kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
+        known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+        of = path.rpartition(".")[0]
+        return f"unknown key {path!r}; {f'[{of}]' if of else 'the file'} has: {', '.join(known)}"
+    if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
+        return str(error["ctx"]["error"])
+    given = json.dumps(error.get("input"), default=str)
+    given = given if len(given) <= 80 else f"{given[:80]}..."
+    if error["type"] == "dataclass_type":
+        return f"{path} must be a table, [{path}], got {given}"
+    return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -1,0 +1,262 @@
+"""A model is frozen and unfrozen while it trains, as its method's schedule says: in any loop.
+
+    freezing = oelm.Freezing(model, total_steps=1000, optimizer=optimizer)
+    for step in range(1000):
+        freezing.before_step(step)
+        ...                                                       # forward, backward, optimizer.step()
+
+`freezing.trainer_callback()` does it in Hugging Face's Trainer, `freezing.lightning_callback()` in Lightning.
+What is frozen at a step follows from the step and the number of steps alone, so a run that resumes needs
+nothing but the number of its next step.
+"""
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+
+from oelm.audit import at_of, frozen_digest, method_of, record_of
+from oelm.errors import UserError
+from oelm.method import HEAD_ROLES, Method
+from oelm.models.families import Site, block_gain, find_sites
+from oelm.models.freeze_schedule import Timeline
+from oelm.models.frozen_state import At, timeline_of, unfreezing_groups
+from oelm.orthogonal import polar_factor, to_blocks, to_weight
+from oelm.system.private_torch import unwrap, with_weight
+from oelm.training.parallel import reshard
+
+
+class Freezing:
+    """What of a converted model is frozen from step to step.
+
+    The optimizer must hold every parameter that trains at any time. One without a gradient is not touched,
+    not decayed and has no state; clear gradients with `zero_grad(set_to_none=True)`, PyTorch's default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        total_steps: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """`total_steps` of training; callbacks learn it from their trainer. With `optimizer` the learning
+        rates of unfrozen layers are warmed up where the schedule says so."""
+        self.model: nn.Module = unwrap(model)
+        self.method = method_of(self.model)
+        self.groups = unfreezing_groups(self.model, self.method) if self.method.schedule else {}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.step: int | None = None  # the last one that was begun
+        self.line = Timeline(0, (), None, 0)
+        self.total_steps = 0
+        if total_steps is not None:
+            self.plan(total_steps)
+        if optimizer is not None:
+            self.attach(optimizer)
+
+    def plan(self, total_steps: int) -> None:
+        """Set the number of training steps. Raises UserError where the schedule does not fit it."""
+        self.total_steps = total_steps
+        if (schedule := self.method.schedule) is None:
+            return
+        schedule.check(len({*self.groups.values()}), total_steps)
+        self.line = timeline_of(schedule, self.groups.values(), total_steps)
+        for step in self.line.borders:
+            if not self.trained_at(step):
+                raise UserError(f"freeze_schedule freezes all of the model at step {step:,}: nothing trains")
+
+    def trained_at(self, step: int) -> int:
+        """How many parameters train at a step."""
+        frozen = self._frozen(step)
+        trains = {name: name not in frozen for name in self.groups}
+        named = self.model.named_parameters()
+        return sum(p.numel() for name, p in named if trains.get(name, p.requires_grad))
+
+    def stages(self) -> dict[str, list[dict[str, int]]]:
+        """{"stages": the first step of every stage, and how many parameters train from it on}; empty where
+        nothing is scheduled."""
+        if not self.groups:
+            return {}
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        trained = {step: self.trained_at(step) for step in self.line.borders if step < self.total_steps}
+        return {"stages": [{"step": n, "trainable": t, "frozen": total - t} for n, t in trained.items()]}
+
+    def before_step(self, step: int) -> bool:
+        """Freeze and unfreeze what the schedule says before step 0, 1, ... of the optimizer is taken.
+
+        Returns whether what trains has changed: DDP must then wrap the model again (unless it was wrapped
+        after `prepare()` and with find_unused_parameters=True), and a CUDA graph be recorded again. To be
+        called again for the same step, as with several micro-batches, changes nothing.
+        """
+        if not self.groups or step == self.step:
+            return False
+        if not self.total_steps:
+            raise UserError(
+                "freeze_schedule needs the number of training steps: Freezing(model, total_steps=...)"
+            )
+        last, self.step = self.step, step
+        record = record_of(self.model)
+        record["at"] = [step, self.total_steps]
+        if last is not None and self._stage(last) == self._stage(step):
+            return False
+        reshard(self.model)
+        frozen = self._frozen(step)
+        first_new = step if last is None else last + 1  # what was frozen before is orthonormal already
+        self._orthonormalise({name for name, since in frozen.items() if since and since >= first_new})
+        changed = self._set_trained(frozen)
+        record["digest"] = frozen_digest(self.model, self.method, At(step, self.total_steps))
+        return changed
+
+    def _stage(self, step: int) -> int:
+        return bisect.bisect_right(self.line.borders, step)
+
+    def _frozen(self, step: int) -> dict[str, int]:
+        """What the schedule has frozen at a step, by name, and since which step."""
+        since = {name: self.line.frozen_since(group, step) for name, group in self.groups.items()}
+        return {name: first for name, first in since.items() if first is not None}
+
+    def _set_trained(self, frozen: Mapping[str, int]) -> bool:
+        changed = False
+        for name, parameter in self.model.named_parameters():
+            if name not in self.groups:
+                continue
+            changed |= parameter.requires_grad == (name in frozen)
+            parameter.requires_grad_(name not in frozen)
+            if name in frozen:
+                parameter.grad = None  # of zeros, even, AdamW would make steps of decay
+                if self.optimizer is not None:
+                    self.optimizer.state.pop(parameter, None)
+        return changed
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint of a run must hold beside the step; empty where nothing is scheduled."""
+        return {key: record_of(self.model)[key] for key in ("at", "digest")} if self.step is not None else {}
+
+    def restore(self, record: Mapping[str, Any]) -> bool:
+        """Go back to the moment of a `record`; its weights are restored already. Returns as `before_step`."""
+        record_of(self.model).update(record)
+        at = at_of(self.model)
+        self.step = at.step
+        return self._set_trained(self._frozen(at.step))
+
+    @torch.no_grad()
+    def _orthonormalise(self, names: set[str]) -> None:
+        """Give q and k that are about to be frozen their polar factors, where the schedule says so."""
+        assert self.method.schedule is not None
+        for site in find_sites(self.model) if self.method.schedule.polar else ():
+            if site.role in HEAD_ROLES and f"{site.path}.weight" in names:
+                _orthonormalise(site, self.method)
+
+    def prepare(self) -> None:
+        """Let everything train that trains at any time: before an optimizer is built that takes only what
+        trains then (as Hugging Face's Trainer does), and before DDP wraps the model once for all stages."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.groups:
+                parameter.requires_grad_(True)
+
+    def attach(self, optimizer: Any) -> None:
+        """Check that the optimizer holds all that trains at any time, and warm up learning rates in it."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps it
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [n for n, p in self.model.named_parameters() if n in self.groups and id(p) not in held]
+        if missing:
+            raise UserError(
+                f"the optimizer does not hold {missing[0]} and {len(missing) - 1} more, which train in the "
+                "course of the schedule: build it over model.parameters(), or after Freezing.prepare()"
+            )
+        if optimizer is not self.optimizer and self.groups:
+            self.optimizer = optimizer
+            if self.method.schedule and self.method.schedule.warmup:
+                self._warm_up(optimizer)
+
+    def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """During each of the optimizer's steps, layers that warm up are groups of their own with a smaller
+        learning rate. Between steps schedulers and checkpoints see the groups that they know."""
+        whole: list[list[dict[str, Any]]] = []
+
+        def split(optimizer: Any, *_: Any) -> None:
+            factors = {
+                id(p): self.line.lr_factor(self.groups[name], self.step or 0)
+                for name, p in self.model.named_parameters()
+                if name in self.groups
+            }
+            whole.append(optimizer.param_groups)
+            optimizer.param_groups = [part for group in whole[-1] for part in _parts(group, factors)]
+
+        def join(optimizer: Any, *_: Any) -> None:
+            optimizer.param_groups = whole.pop()
+
+        optimizer.register_step_pre_hook(split)
+        optimizer.register_step_post_hook(join)
+
+    def trainer_callback(self) -> Any:
+        """A `TrainerCallback` for the `callbacks` of Hugging Face's Trainer, given when it is made."""
+        from transformers import TrainerCallback
+
+        freezing = self
+
+        class FreezingCallback(TrainerCallback):
+            def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                freezing.prepare()  # the Trainer's optimizer takes what trains when it is built
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                freezing.plan(state.max_steps)
+                freezing.attach(given["optimizer"])
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                freezing.before_step(state.global_step)
+
+        return FreezingCallback()
+
+    def lightning_callback(self) -> Any:
+        """A `Callback` for Lightning's Trainer, whose DDP strategy is "ddp_find_unused_parameters_true"."""
+        from lightning.pytorch import Callback
+
+        freezing = self
+
+        class FreezingCallback(Callback):
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                freezing.prepare()
+
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                freezing.plan(int(trainer.estimated_stepping_batches))
+                freezing.attach(trainer.optimizers[0])
+
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                freezing.before_step(trainer.global_step)
+
+        return FreezingCallback()
+
+
+def _parts(group: dict[str, Any], factors: Mapping[int, float]) -> list[dict[str, Any]]:
+    """A group of an optimizer as groups of equal factors of the learning rate."""
+    parts: dict[float, list[Any]] = {}
+    for parameter in group["params"]:
+        parts.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+    return [
+        group | {"params": held, "lr": group["lr"] * factor if factor != 1 else group["lr"]}
+        for factor, held in parts.items()
+    ]
+
+
+def _orthonormalise(site: Site, method: Method) -> None:
+    """Give every head of q or k its polar factor, times the method's gain."""
+    weight = site.module.weight
+    assert isinstance(weight, nn.Parameter)
+    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone()
+    if not full.isfinite().all():
+        return  # a run that has diverged: for its loop to notice
+    plain = replace(site, module=with_weight(site.module, full))
+    own = to_blocks(plain.weight, site.heads)
+    blocks = polar_factor(own) * block_gain(site, method, own)[:, None, None]
+    plain.write(torch.from_numpy(to_weight(blocks)).to(full.device, full.dtype))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(full, 0)  # processes on unequal machines may round differently
+    if hasattr(weight, "full_tensor"):
+        full = distribute_tensor(full, weight.device_mesh, weight.placements)  # type: ignore[attr-defined]
+    weight.copy_(full)

@@ -1,0 +1,54 @@
+"""docs/findings.md and its pictures are what the records give."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from oelm.claims.collect import collect
+from oelm.claims.findings import make_page, write_page
+from oelm.claims.verdicts import judge
+from tests.command_line import caller
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_made_again_from_the_records() -> None:
+    page = ROOT / "docs" / "findings.md"
+    given = collect([ROOT / "results", ROOT / "benchmarks"])
+    text, pictures = make_page(page, given, judge(given.analyses, given.benchmarks))
+    assert text == page.read_text(), "oelm claims results benchmarks --page docs/findings.md"
+    found = {path.name: path.read_text() for path in (ROOT / "docs" / "findings").iterdir()}
+    assert found == {picture.file: picture.svg for picture in pictures}
+    for link in ("../results/fair-classification", "studies.md"):
+        assert f"({link})" in text and (page.parent / link).exists()
+
+
+def test_the_readmes_say_what_the_page_says() -> None:
+    """The first difference of the page, with its interval, stands in both."""
+    text = (ROOT / "docs" / "findings.md").read_text()
+    mean, low, high = re.search(r"points: (\S+) \((\S+) to (\S+)\) on imdb \(equivalent\)", text).groups()  # type: ignore[union-attr]
+    for name, words in (("README.md", " to "), ("README.zh-CN.md", " 至 ")):
+        page = (ROOT / name).read_text()
+        assert mean in page and f"{low}{words}{high}" in page and "docs/findings.md" in page, name
+
+
+def test_a_page_of_one_study(tmp_path: Path) -> None:
+    given = collect([ROOT / "results" / "demo"])
+    verdicts = judge(given.analyses)
+    write_page(tmp_path / "found.md", given, verdicts)
+    (tmp_path / "found" / "old.svg").write_text("of an earlier page")
+    write_page(tmp_path / "found.md", given, verdicts)
+    text = (tmp_path / "found.md").read_text()
+    pictures = [path.name for path in (tmp_path / "found").iterdir()]
+    assert "old.svg" not in pictures and pictures and all(f"(found/{name})" in text for name in pictures)
+    assert "no study of it is complete" in text  # the demo has another size than the published one
+    assert "| movie-reviews | gpt-tiny | oelm − baseline |" in text
+
+
+def test_a_page_needs_a_name_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = caller(monkeypatch, capsys)
+    code, _, error = call("claims", ROOT / "results" / "demo", "--page", tmp_path / "page.html")
+    assert code == 2 and "ends in .md" in error

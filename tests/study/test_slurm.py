@@ -1,0 +1,156 @@
+"""Studies on a real Slurm of one node (.ci/slurm starts one): what goes wrong there changes no record."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from oelm.cli.main import app
+from oelm.study.slurm_jobs import tasks
+from tests.study import studies
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+SLURM = ("--slurm", "--set", "study.slurm.workers=2", "--set", "study.jobs=1")
+ONE_RATE = ("--lrs", "1e-3", "--seeds", "1")
+LONG = (*ONE_RATE, "--steps", "800", "--set", "training.log_every=50", "--set", "training.eval_every=400",
+        "--set", "training.save_every=100")  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> None:
+    """Skip without a Slurm; fail where CI says that there must be one."""
+    asked = shutil.which("sinfo") and subprocess.run(
+        ["sinfo", "-h", "-o", "%t"], capture_output=True, text=True
+    )
+    if not asked or asked.returncode or not asked.stdout.strip():
+        reason = 'no Slurm answers here; `eval "$(.ci/slurm)"` starts one'
+        pytest.fail(reason) if os.environ.get("OELM_REQUIRE_SLURM") else pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return studies.make_file(tmp_path_factory.mktemp("data"))
+
+
+def local(data: Path, out: Path, *more: str, cwd: Path | None = None) -> Path:
+    code, text = studies.run(data, out, *more, "--jobs", "2", cwd=cwd)
+    assert code == 0, text
+    return out
+
+
+def wait_for(condition, seconds: float = 150.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.2)
+
+
+def finished(study: "subprocess.Popen[str]", out: Path) -> str:
+    text, _ = study.communicate(timeout=300)
+    logs = "\n".join(path.read_text() for path in (out / "log").glob("slurm-*.log"))
+    assert study.returncode == 0, f"{text}\n{logs}"
+    return logs
+
+
+def same_records(out: Path, reference: Path) -> None:
+    assert studies.records(out) == studies.records(reference)
+
+
+def test_two_studies_at_once_a_killed_command_and_edited_code_leave_the_records_of_a_local_study(
+    data, tmp_path
+):
+    reference = local(data, tmp_path / "local", "--seeds", "2")
+    plugin = tmp_path / "own_plugin.py"
+    plugin.write_text("")
+    two = studies.start(data, tmp_path / "two", *ONE_RATE, *SLURM, "--plugin", "own_plugin", cwd=tmp_path)
+    first = studies.start(data, tmp_path / "one", "--seeds", "2", *SLURM)
+    wait_for(lambda: tasks(tmp_path / "two"))
+    plugin.write_text("raise RuntimeError('edited after the workers were submitted')")
+    wait_for(lambda: any((tmp_path / "one" / "queue" / ".work").glob("*")))
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    first.stdout.close()
+    name = (tmp_path / "one" / "slurm" / "name").read_text()
+    again = studies.start(data, tmp_path / "one", "--seeds", "2", *SLURM)
+    finished(again, tmp_path / "one")
+    assert (tmp_path / "one" / "slurm" / "name").read_text() == name
+    assert len({task.name.partition("_")[0] for task in tasks(tmp_path / "one") or ()}) == 1  # it attached
+    finished(two, tmp_path / "two")
+    same_records(tmp_path / "one", reference)
+    assert len(studies.records(tmp_path / "two")) == 2
+
+
+# A worker is signalled 25 to 55 s after its start: Slurm looks at its jobs every 30 s, and signals early.
+SLOW_ON_SLURM = """
+import os, time
+from oelm.training.step import PlainStep
+
+begin = PlainStep._begin
+
+def slowly(step, number):
+    time.sleep(0.1 if "SLURM_JOB_ID" in os.environ else 0)
+    begin(step, number)
+
+PlainStep._begin = slowly
+"""
+
+
+def test_a_run_that_meets_the_time_limit_is_queued_again_and_ends_the_same(data, tmp_path):
+    (tmp_path / "slow_on_slurm.py").write_text(SLOW_ON_SLURM)
+    # Two runs of 30 s at least, whatever the machine: the first signal falls into one of them.
+    more = (*LONG, "--steps", "300", "--plugin", "slow_on_slurm")
+    reference = local(data, tmp_path / "local", *more, cwd=tmp_path)
+    one = ("--set", "study.slurm.workers=1", "--set", "study.slurm.time=1", "--set", "study.slurm.lead=5")
+    out = tmp_path / "slurm"
+    logs = finished(studies.start(data, out, *more, *SLURM, *one, cwd=tmp_path), out)
+    assert "the time limit is near: runs are saved, and the job is queued again" in logs
+    assert "(worker 3 of this run)" in logs  # taken, given back, taken
+    (task,) = tasks(out) or ()
+    assert task.restarts >= 1
+    same_records(out, reference)
+
+
+def test_a_node_that_goes_away_and_comes_back_changes_nothing(data, tmp_path):
+    reference = local(data, tmp_path / "local", *LONG)
+    out = tmp_path / "slurm"
+    study = studies.start(data, out, *LONG, *SLURM)
+    wait_for(lambda: any((out / "queue" / ".work").glob("*/metrics.jsonl")))
+    configuration = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
+    pid_file = next(
+        line.split("=")[1].strip() for line in configuration.splitlines() if "SlurmdPidFile" in line
+    )
+    os.kill(int(Path(pid_file).read_text()), signal.SIGTERM)
+    time.sleep(8)
+    subprocess.run(["slurmd"], check=True)
+    finished(study, out)
+    same_records(out, reference)
+
+
+def test_what_waits_is_shown_with_slurms_reason_and_can_be_cancelled(data, tmp_path):
+    out = tmp_path / "slurm"
+    later = ("--set", 'study.slurm.extra=["--begin=now+1hour"]')
+    study = studies.start(data, out, *ONE_RATE, *SLURM, *later)
+    wait_for(lambda: any(task.reason == "BeginTime" for task in tasks(out) or ()))
+    asked = CliRunner().invoke(app, ["status", str(out), "--json"])
+    runs = json.loads(asked.output)
+    assert [run["status"] for run in runs] == ["queued", "queued"]
+    assert all("queued, PENDING (BeginTime)" in run["reason"] for run in runs)
+    done = CliRunner().invoke(app, ["cancel", str(out)])
+    assert done.exit_code == 0, done.output
+    text, _ = study.communicate(timeout=60)
+    assert study.returncode == 75 and "stopped by oelm cancel" in text
+    wait_for(lambda: not any(task.live for task in tasks(out) or ()), 30)
+
+
+def test_what_slurm_refuses_is_said_in_one_line(data, tmp_path):
+    code, text = studies.run(
+        data, tmp_path / "s", *ONE_RATE, *SLURM, "--set", "study.slurm.partition=no-such"
+    )
+    assert code == 2
+    assert text.splitlines()[-1].startswith("oelm: Slurm refused the workers: invalid partition")

@@ -1,0 +1,96 @@
+"""What the command line shows: defaults in the help, completion in the shell, the end of a command."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oelm.cli import show
+from oelm.cli.main import app
+from oelm.config import RunConfig
+from oelm.study.analysis import analyse
+from oelm.study.design import StudyConfig
+from oelm.study.report import summary
+from tests.command_line import caller
+
+
+def _help(verb: str) -> dict[str, str]:
+    """The help of each option of a verb, by its name."""
+    from typer.main import get_command
+
+    command: Any = get_command(app)
+    return {option.name: option.help or "" for option in command.commands[verb].params}
+
+
+def test_the_help_names_the_defaults_that_hold() -> None:
+    train, study, run, table = _help("train"), _help("study"), RunConfig(), StudyConfig()
+    for name, value in {
+        "lr": run.training.lr, "epochs": run.training.epochs, "batch_size": run.training.batch_size,
+        "seed": run.training.seed, "max_length": run.task.max_length,
+    }.items():  # fmt: skip
+        told = re.search(r"[Dd]efault: ([\de.-]+?)\.?$", train[name])
+        assert told, train[name]
+        assert float(told[1]) == value
+    assert f"{run.training.precision} (the default)" in train["precision"]
+    assert f"{run.method.name} (the default)" in train["method"]
+    assert f"default: {run.task.text}" in train["text"] and f"default: {run.task.label}" in train["label"]
+    assert f"Default: {','.join(map(str, table.methods))}" in study["methods"]
+    grid = re.search(r"default: (.+)\.$", study["lrs"])
+    assert grid and [float(lr) for lr in grid[1].split(",")] == table.lrs
+    assert f"default: {table.seeds}" in study["seeds"] and f"default: {table.margin:g}" in study["margin"]
+
+
+def test_the_shell_completes_verbs_and_options() -> None:
+    words = {"_OELM_COMPLETE": "complete_bash", "COMP_WORDS": "oelm tr", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv = ['oelm']; from oelm.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env=words | {"PYTHONPATH": ":".join(sys.path)},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.split() == ["train"]
+
+
+def test_a_finished_run_says_where_it_is_and_what_is_next(tmp_path: Path) -> None:
+    measured = {"split": "test", "step": 1500, "metrics": {"accuracy": 0.9, "f1_macro": 0.8}}
+    results = {
+        "metric": "f1_macro", "chosen_on": "validation", "best": {"split": "validation"}, "test": measured,
+        "method": "oelm", "task": "mine", "steps": 2000, "warnings": [],
+        "references": {"tfidf_logreg": {"test": {"f1_macro": 0.7}}},
+    }  # fmt: skip
+    assert show.trained(results, tmp_path).splitlines() == [
+        "oelm on mine: test macro F1 0.8000 (step 1,500 of 2,000, chosen on validation)",
+        "  TF-IDF + logistic regression: 0.7000",
+        f"run      {tmp_path}",
+    ]
+    (tmp_path / "model").mkdir()
+    told = show.trained(results, tmp_path).splitlines()
+    assert told[-2] == f"model    {tmp_path}/model"
+    assert told[-1] == f"next     oelm predict {tmp_path} texts.txt; oelm report {tmp_path}"
+    measured["metrics"] |= {"perplexity": 9.5}
+    assert f"oelm generate {tmp_path}" in show.trained(results, tmp_path)
+
+
+def test_evaluation_as_a_table_has_the_classes_by_name() -> None:
+    metrics = {"loss": 1234.5, "accuracy": 0.6, "confusion": [[2, 1], [1, 1]]}
+    answer = {"task": "mine", "split": "test", "items": 5, "metrics": metrics, "labels": ["no", "yes"]}
+    assert show.evaluated(answer).splitlines() == [
+        "mine, test: 5 items",
+        "loss      1,234.5",
+        "accuracy   0.6000",
+        "",
+        "class  items  precision  recall      F1",
+        "no         3     0.6667  0.6667  0.6667",
+        "yes        2     0.5000  0.5000  0.5000",
+    ]
+
+
+def test_the_status_of_a_study_is_its_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oelm_cli = caller(monkeypatch, capsys)
+    folder = Path(__file__).parent.parent / "results" / "ptb-pos"
+    code, out, err = oelm_cli("status", folder)
+    assert code == 0, err
+    assert "completed" in out and summary(analyse(folder)) in out
+    assert out.splitlines()[-1].startswith(f"next     oelm study --out {folder}")
