@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import typer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from oelm.system import private_accelerate, private_peft, private_torch, private_transformers
 from tests.tiny import build
@@ -166,6 +168,23 @@ def test_attention_of_transformers_is_known_by_name_and_can_be_ours():
     model.set_attn_implementation("test")
     model(torch.ones(1, 4, dtype=torch.long), kept="for every layer")
     assert [options["kept"] for options in seen] == ["for every layer"] * 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed on Linux only")
+def test_a_mesh_lets_its_groups_go():
+    """The mesh lives on, as PyTorch's caches have it, and the group's threads end all the same."""
+
+    def workers():
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
+        return sum("gloo" in name for name in names)
+
+    before = workers()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (1,))
+    assert workers() > before
+    private_torch.release_groups(mesh)
+    dist.destroy_process_group()
+    assert mesh.size() == 1 and workers() == before
 
 
 def test_every_function_here_has_a_test():

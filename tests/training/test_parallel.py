@@ -180,6 +180,14 @@ def test_what_is_sharded_really_is(runs):
             assert "Parameter" not in kinds[way]
 
 
+def test_gloos_threads_end_before_python_does(runs):
+    """One that frees a tensor while Python ends would abort the process, some times in a hundred."""
+    for rank in (0, 1):
+        threads = json.loads((runs / "kinds" / f"threads-{rank}").read_text())
+        assert any("gloo" in name for name in threads["before"])
+        assert not any("gloo" in name for name in threads["at the end"])
+
+
 def test_gpt2_xls_depth_trains_sharded_with_checkpointing(runs):
     results = json.loads((runs / "fsdp-deep" / "results.json").read_text())
     assert results["status"] == "completed"

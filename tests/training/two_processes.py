@@ -1,9 +1,11 @@
 """Started by test_parallel with torchrun: trains the same run in several ways, in two processes.
 
-Prints, for each, what kind of tensors the parameters are while it trains. A run whose name ends in -again is
-the one without that, resumed from the checkpoint of its middle.
+Writes, for each, what kind of tensors the parameters are while it trains, and the names of the threads that
+are left when Python ends. A run whose name ends in -again is the one without that, resumed from the
+checkpoint of its middle.
 """
 
+import atexit
 import json
 import shutil
 import sys
@@ -19,6 +21,18 @@ from oelm.training.loop import train
 torch.set_num_threads(1)
 root = Path(sys.argv[1])
 wrap = parallel.wrap
+
+
+def threads() -> list[str]:
+    """The names of this process's threads, gloo's among them (Linux)."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
+
+
+def at_the_end() -> None:
+    (root / "kinds" / f"threads-{rank}").write_text(json.dumps({"before": before, "at the end": threads()}))
+
+
+atexit.register(at_the_end)  # first, so that it is called last
 kinds: dict[str, list[str]] = {}
 
 
@@ -39,4 +53,5 @@ for path in sorted(root.glob("*.json"), key=lambda path: path.stem):
     parallel.process_state().wait_for_everyone()
     train(rebuild_config(json.loads(path.read_text())), store, root / current, show=False)
 (root / "kinds").mkdir(exist_ok=True)
-(root / "kinds" / f"{parallel.process_state().process_index}").write_text(json.dumps(kinds))
+rank, before = parallel.process_state().process_index, threads()
+(root / "kinds" / f"{rank}").write_text(json.dumps(kinds))

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -75,3 +76,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = compiled
         else:
             return model
+
+
+def release_groups(mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to its process groups. Releases of PyTorch before 2.13 keep only their names."""
+    getattr(mesh, "_pg_registry", {}).clear()

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
+from oelm.system.private_torch import release_groups
 from oelm.system.private_transformers import block_class_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MESHES: list[DeviceMesh] = []  # that models of this process were sharded over
 
 
 def process_state() -> PartialState:
@@ -25,15 +28,20 @@ def process_state() -> PartialState:
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     state = PartialState(cpu=cpu or not torch.accelerator.is_available())
     if state.num_processes > 1:
-        # One exit in five aborted ("terminate called ...") where gloo's threads were left to the destructors.
         atexit.unregister(_leave)
         atexit.register(_leave)
     return state
 
 
 def _leave() -> None:
+    """End gloo's threads while Python still runs: one that frees a tensor while Python ends aborts the process
+    ("terminate called without an active exception"). They end with the last reference to their group, and
+    PyTorch's caches keep meshes, which keep groups."""
+    for mesh in MESHES:
+        release_groups(mesh)
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 @contextlib.contextmanager
@@ -72,6 +80,7 @@ def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
         ids = [state.device.index] if state.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
     mesh = init_device_mesh(state.device.type, (state.num_processes,))
+    MESHES.append(mesh)
     blocks = block_class_names(model)
     for module in model.modules():
         if type(module).__name__ in blocks:
