@@ -79,5 +79,5 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def release_groups(mesh: DeviceMesh) -> None:
-    """Drop a mesh's references to its process groups. Releases of PyTorch before 2.13 keep only their names."""
+    """Drop a mesh's references to its process groups. Before PyTorch 2.13 it keeps only their names."""
     getattr(mesh, "_pg_registry", {}).clear()

@@ -34,7 +34,7 @@ def process_state() -> PartialState:
 
 
 def _leave() -> None:
-    """End gloo's threads while Python still runs: one that frees a tensor while Python ends aborts the process
+    """End gloo's threads while Python runs: one that frees a tensor while Python ends aborts the process
     ("terminate called without an active exception"). They end with the last reference to their group, and
     PyTorch's caches keep meshes, which keep groups."""
     for mesh in MESHES:
