@@ -122,7 +122,7 @@ def test_a_disk_that_stays_full_stops_the_study_and_loses_nothing(data, undistur
         fill(disk / "filler")
         assert study.end() == 1, study.text
         last = study.lines[-1]
-        assert " oelm lr " in last and "failed 6 times" in last and "make room" in last
+        assert re.search(r"made \w+ lr [\d.]+ seed 1001 failed 6 times", last) and "make room" in last
         assert last.endswith("start again to go on") and "learning rate" not in last
         (disk / "filler").unlink()
         code, text = run(data, out, *MORE)

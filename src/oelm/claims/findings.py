@@ -167,9 +167,14 @@ def _number(verdict: Verdict | Finding) -> str:
 
 
 def _claim_row(verdict: Verdict) -> dict[str, Any]:
+    """A claim about several tasks is measured on each; one number for all of them would be none of theirs."""
+    apart = [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
+    several = len({finding.task for finding in apart}) > 1
+    number = "; ".join(f"{f.task} {_number(f)}" for f in apart) if several else _number(verdict)
+    n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if several else verdict.n
     return {
-        "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": _number(verdict),
-        "n": verdict.n or numbers.NOTHING, "why": verdict.why,
+        "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": number,
+        "n": n or numbers.NOTHING, "why": verdict.why,
     }  # fmt: skip
 
 

@@ -112,9 +112,10 @@ def _threshold(
     there, fitting = {"any", *(case.part_name for case in cases)}, fitting or Fitting()
     missing = list(dict.fromkeys([*(name for name in claim.parts if name not in there), *fitting.planned]))
     findings = _decide(claim, cases, len(missing))
-    verdict = _combine({f.verdict for f in _counting(findings)}, bool(missing), claim.one_refutes)
-    decisive = _decisive(findings, verdict)
-    summary = _summary(findings) if len(findings) > 1 else []
+    counting = _counting(findings)
+    verdict = _combine({f.verdict for f in counting}, bool(missing), claim.one_refutes)
+    decisive = _decisive(counting, verdict)
+    summary = _summary(counting) if len(counting) > 1 else []
     rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
     rest += [sentence("copied", n=len(fitting.copies))] if fitting.copies else []
     if claim.per_hour:
@@ -287,14 +288,13 @@ def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
     findings = [_rates_finding(claim, setting) for setting in settings]
     ratios = [finding.number for finding in findings if finding.number is not None]
     tasks = {finding.task for finding in findings if finding.number is not None}
-    seen = {finding.verdict for finding in _counting(findings)}
-    verdict = NOT_DECIDED
+    counting, verdict = _counting(findings), NOT_DECIDED
     if len(tasks) >= claim.tasks:
-        verdict = _combine(seen, False, False)
+        verdict = _combine({finding.verdict for finding in counting}, False, False)
     number = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     few = [sentence("rates_few", n=claim.tasks, tasks=len(tasks))] if len(tasks) < claim.tasks else []
-    summary = _summary(findings) if len(findings) > 1 else []
-    first = _decisive(findings, verdict)
+    summary = _summary(counting) if len(counting) > 1 else []
+    first = _decisive(counting, verdict)
     sentences = [*summary, (first.reason, first.reason_zh), *few]
     why = [*summary, sentence("at", where=first.label, why=first.why), *few]
     ends = [end for finding in findings for end in finding.interval or ()]
