@@ -115,24 +115,25 @@ def _threshold(
     counting = _counting(findings)
     verdict = _combine({f.verdict for f in counting}, bool(missing), claim.one_refutes)
     decisive = _decisive(counting, verdict)
-    summary = _summary(counting) if len(counting) > 1 else []
     rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
     rest += [sentence("copied", n=len(fitting.copies))] if fitting.copies else []
     if claim.per_hour:
         verdict, hour = _per_hour(verdict, benchmarks)
         rest.append(hour)
-    sentences = [*summary, (decisive.reason, decisive.reason_zh), *rest]
+    sentences = [*_summary(findings), (decisive.reason, decisive.reason_zh), *rest]
     if claim.growth:
         sentences.append(growth_sentence(claim.growth, cases))
     if models := sorted({setting.model for setting in fitting.left_out}):
         sentences.append(sentence("left_aside", models=", ".join(models)))
-    why = [*summary, sentence("at", where=decisive.label, why=decisive.why), *rest]
+    why = [*_summary(counting), sentence("at", where=decisive.label, why=decisive.why), *rest]
     numbers = {key: getattr(decisive, key) for key in ("number", "interval", "n", "unit")}
     return _verdict(claim, verdict, sentences, findings, why, **numbers)
 
 
 def _summary(findings: Sequence[Finding]) -> list[Sentence]:
-    """The settings of each verdict."""
+    """The settings of each verdict; nothing if there is one setting."""
+    if len(findings) == 1:
+        return []
     sentences = []
     for outcome in data.VERDICTS:
         if counts := Counter(finding.label for finding in findings if finding.verdict == outcome):
@@ -293,10 +294,9 @@ def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
         verdict = _combine({finding.verdict for finding in counting}, False, False)
     number = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     few = [sentence("rates_few", n=claim.tasks, tasks=len(tasks))] if len(tasks) < claim.tasks else []
-    summary = _summary(counting) if len(counting) > 1 else []
     first = _decisive(counting, verdict)
-    sentences = [*summary, (first.reason, first.reason_zh), *few]
-    why = [*summary, sentence("at", where=first.label, why=first.why), *few]
+    sentences = [*_summary(findings), (first.reason, first.reason_zh), *few]
+    why = [*_summary(counting), sentence("at", where=first.label, why=first.why), *few]
     ends = [end for finding in findings for end in finding.interval or ()]
     interval = (min(ends), max(ends)) if ends else None
     numbers = {"number": number, "interval": interval, "n": len(tasks), "unit": "ratio"}
