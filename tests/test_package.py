@@ -106,16 +106,19 @@ def readme_examples() -> list[str]:
 
 
 def test_the_readme_examples_run(tmp_path):
-    """The first as it stands; the second on a tiny BERT saved under the name it loads."""
-    first, second = readme_examples()
-    assert "frozen_parameters=16384" in run(first, cwd=tmp_path)
+    """One as it stands; the other on a tiny BERT saved under the name it loads."""
+    pretrained, reference = readme_examples()
+    out = run(
+        f"{reference}print(sum(p.numel() for p in model.parameters() if not p.requires_grad))", cwd=tmp_path
+    )
+    assert out.splitlines()[-1] == "16384"
     tiny_bert = """
     import transformers
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=60)
     config = transformers.BertConfig(**sizes)
     transformers.BertModel(config).save_pretrained("bert-base-uncased")
     """
-    out = run(textwrap.dedent(tiny_bert) + "import oelm\n" + second, cwd=tmp_path)
+    out = run(textwrap.dedent(tiny_bert) + pretrained, cwd=tmp_path)
     assert "orthogonal, from its own weight" in out
     assert (tmp_path / "my-model" / "model.safetensors").exists()
 

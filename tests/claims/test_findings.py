@@ -25,11 +25,13 @@ def test_the_page_is_made_again_from_the_records() -> None:
 
 
 def test_the_readmes_say_what_the_page_says() -> None:
-    """The first difference of the page, with its interval, stands in both."""
+    """The first difference of the page with its interval, and IMDB's scores beside the linear one."""
     text = (ROOT / "docs" / "findings.md").read_text()
     mean, low, high = re.search(r"points: (\S+) \((\S+) to (\S+)\) on imdb \(equivalent\)", text).groups()  # type: ignore[union-attr]
+    rows = re.findall(r"\| imdb \| gpt-medium-512 \| (?:baseline|oelm) \| (\S+) \| (\S+) \(TF-IDF", text)
     for name, words in (("README.md", " to "), ("README.zh-CN.md", " 至 ")):
         page = (ROOT / name).read_text()
+        assert len(rows) == 2 and all(f"{score} %" in page for row in rows for score in row), name
         assert mean in page and f"{low}{words}{high}" in page and "docs/findings.md" in page, name
 
 

@@ -13,7 +13,7 @@ from oelm.study.analysis import analyse_records, settled
 from oelm.study.decide import choice_noise, collapsed, combine, fewest_seeds, near_ties, verdict
 from oelm.study.design import make_study
 from oelm.study.report.summary import as_plain
-from oelm.study.two_way import overall
+from oelm.study.two_way import envelope_half_width, overall, seeds_needed
 from tests.claims.claim_records import GRID, pairs, tuned
 
 
@@ -48,7 +48,10 @@ def test_a_verdict_holds_for_all_combinations():
     assert combine([up, down], 1.0).p == 1.0  # both certain, and opposite
     both = combine([up, flat], 1.0)
     assert (both.mean, both.low, both.high) == (up.mean, min(up.low, flat.low), max(up.high, flat.high))
-    assert both.spread == pytest.approx((up.mean - flat.mean) / 2) and combine([up], 1.0).spread == 0
+    assert both.tables == (up, flat) and envelope_half_width(both.tables) >= (up.mean - flat.mean) / 2
+    assert envelope_half_width(both.tables, 6) == pytest.approx((both.high - both.low) / 2, rel=0.05)
+    assert seeds_needed([up, flat], 0.9 * (up.mean - flat.mean) / 2) is None  # they stay apart
+    assert seeds_needed([up, flat], 0.28) > seeds_needed([up], 0.28)
     assert combine([flat], 1.0, looks=4).p == pytest.approx(min(1.0, 4 * flat.p))
     assert combine([up, overall(np.ones((6, 300)))], 1.0).p is None
 

@@ -50,7 +50,7 @@ def test_with_identical_seeds_it_is_the_test_over_items():
     assert found.p == pytest.approx(by_t.pvalue)
     assert (found.low, found.high) == pytest.approx(by_t.confidence_interval(0.95))
     assert found.share_items == pytest.approx(1)
-    assert seeds_needed(found, 0.9 * (found.high - found.mean)) is None  # no number of seeds narrows it
+    assert seeds_needed([found], 0.9 * (found.high - found.mean)) is None  # no number of seeds narrows it
 
 
 def test_a_large_cluster_counts_for_its_items():
@@ -83,7 +83,7 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin():
 def test_the_planned_number_of_seeds_gives_the_width():
     rng = np.random.default_rng(5)
     pilot = overall(drawn(rng, 200, 400, 0.3, 0.1, 1.0))  # its variances are nearly the true ones
-    needed = seeds_needed(pilot, 0.15)
+    needed = seeds_needed([pilot], 0.15)
     widths = [overall(drawn(rng, needed, 400, 0.3, 0.1, 1.0)) for _ in range(200)]
     assert np.mean([(one.high - one.low) / 2 for one in widths]) == pytest.approx(0.15, rel=0.1)
 

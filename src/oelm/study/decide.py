@@ -73,7 +73,7 @@ class Combined:
     high: float | None
     p: float | None  # the largest
     margin_p: float | None
-    spread: float = 0.0  # half the distance between the largest and the smallest mean
+    tables: tuple[Overall, ...] = ()  # of each combination
 
 
 def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combined:
@@ -84,7 +84,7 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
     signs = {math.copysign(1, one.mean) for one in tables}
     whole = all(value is not None for value in (*p, *tost)) and all(low is not None for low, _ in ends)
     if not whole:
-        return Combined(tables[0].mean, None, None, None, None)
+        return Combined(tables[0].mean, None, None, None, None, tuple(tables))
     largest = 1.0 if len(signs) > 1 else max(value for value in p if value is not None)
     return Combined(
         tables[0].mean,
@@ -92,7 +92,7 @@ def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combine
         max(high for _, high in ends if high is not None),
         min(1.0, looks * largest),
         min(1.0, looks * max(value for value in tost if value is not None)),
-        (max(one.mean for one in tables) - min(one.mean for one in tables)) / 2,
+        tuple(tables),
     )
 
 

@@ -7,6 +7,7 @@ degrees of freedom are Satterthwaite's.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,12 +120,18 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
     )  # fmt: skip
 
 
-def seeds_needed(interval: Overall, half_width: float) -> int | None:
-    """The fewest seeds, up to 1,000, whose 95 % interval is at most that wide to each side; None if no such
-    number is enough."""
-    if interval.half_width() > half_width:
+def envelope_half_width(tables: Sequence[Overall], seeds: float = math.inf) -> float:
+    """Half of what the intervals that so many seeds would give cover together, about."""
+    widths = [(one.mean, one.half_width(seeds)) for one in tables]
+    return (max(mean + wide for mean, wide in widths) - min(mean - wide for mean, wide in widths)) / 2
+
+
+def seeds_needed(tables: Sequence[Overall], half_width: float) -> int | None:
+    """The fewest seeds, up to 1,000, whose 95 % intervals together are at most that wide to each side; None
+    if no such number is enough."""
+    if envelope_half_width(tables) > half_width:
         return None
-    return next((seeds for seeds in range(2, 1001) if interval.half_width(seeds) <= half_width), None)
+    return next((n for n in range(2, 1001) if envelope_half_width(tables, n) <= half_width), None)
 
 
 def half_width_of_answers(

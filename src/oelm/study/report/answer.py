@@ -6,7 +6,7 @@ from typing import Any
 from oelm.study.report import numbers
 from oelm.study.report.view import View
 from oelm.study.result_types import Comparison, Group, explain_problems
-from oelm.study.two_way import seeds_needed
+from oelm.study.two_way import envelope_half_width, seeds_needed
 from oelm.system.messages import Notice, text_of
 
 MOST_CLAUSES = 3  # comparisons that are described one by one; more are counted
@@ -73,12 +73,13 @@ def _narrowing(view: View, comparison: Comparison) -> list[str]:
     """What an undecided interval is wide from, and what would narrow it: seeds, test items or trials."""
     overall, group = comparison.overall, comparison.group
     assert overall is not None
-    bound = group.bound(comparison.margin)
-    if comparison.combined is not None and comparison.combined.spread > bound:
+    bound, tables = group.bound(comparison.margin), comparison.combined.tables if comparison.combined else ()
+    # With any number of seeds the items' noise stays, and what near-tied learning rates are apart.
+    if overall.half_width() <= bound < envelope_half_width(tables or [overall]):
         return [view.words("answer.narrow_rates")]
     share = overall.share_items
     source = [view.words("answer.source", share=f"{100 * share:.0f} %")] if share is not None else []
-    needed = seeds_needed(overall, bound)
+    needed = seeds_needed(tables or [overall], bound)
     if needed is not None:
         return [*source, view.words("answer.narrow_seeds", count=max(needed, overall.seeds + 1))]
     if overall.half_width() <= bound:
