@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
             record["model"] = (folder / "model" / "model.safetensors").read_bytes()
         found[str(folder.relative_to(out))] = record
     return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
 
 
 def wait_for_progress(process: "subprocess.Popen[str]", out: Path, extra: float) -> bool:

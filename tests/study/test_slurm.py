@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from oelm.cli.main import app
 from oelm.study.slurm_jobs import tasks
 from tests.study import studies
+from tests.study.studies import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLURM = ("--slurm", "--set", "study.slurm.workers=2", "--set", "study.jobs=1")
@@ -42,13 +43,6 @@ def local(data: Path, out: Path, *more: str, cwd: Path | None = None) -> Path:
     code, text = studies.run(data, out, *more, "--jobs", "2", cwd=cwd)
     assert code == 0, text
     return out
-
-
-def wait_for(condition, seconds: float = 150.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)
 
 
 def finished(study: "subprocess.Popen[str]", out: Path) -> str:

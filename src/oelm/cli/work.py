@@ -24,6 +24,9 @@ def work(
     expires: Annotated[
         str, typer.Option(help="A worker without a sign of life for so long has lost its runs.")
     ] = "90s",
+    patience: Annotated[
+        str | None, typer.Option(help="How long runs may take to save when told to stop; default: 100s.")
+    ] = None,
     gpu: options.Gpu = None,
     plugin: options.Plugin = None,
 ) -> None:
@@ -32,11 +35,13 @@ def work(
     Start it wherever the study's folder is mounted, and stop it whenever you like: its runs are saved and go
     to other workers. Example: oelm work studies/x
     """
+    from oelm.study.work import STOP_PATIENCE
     from oelm.study.work import work as train_runs
 
-    limit = options.seconds_of(expires, "--expires")
+    limit = options.seconds_of(expires, "--expires") or 90.0
+    save = options.seconds_of(patience, "--patience") or STOP_PATIENCE
     try:
-        train_runs(study, jobs, options.seconds_of(idle, "--idle"), limit or 90.0, say)
+        train_runs(study, jobs, options.seconds_of(idle, "--idle"), limit, say, save)
     except Interrupted as reason:
         # The signal that Slurm sends before the time limit: the rest is for another turn of this job.
         from oelm.study.slurm_jobs import requeue

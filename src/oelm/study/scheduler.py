@@ -199,10 +199,7 @@ class Scheduler:
         elif ended.kind in OUTCOMES:
             self._fault(run, "disk", notice("run.no_record"))
         elif ended.kind is not None:
-            reason = ended.reason or notice("study.no_reason")
-            if ended.log is not None and ended.kind in ("process", "software", "device"):
-                reason = notice("run.see_log", reason=reason, log=ended.log)
-            self._fault(run, ended.kind, reason)
+            self._fault(run, ended.kind, ended.told)
 
     def _fault(self, run: DueRun, kind: str, reason: Notice) -> None:
         """Nothing is known about the run: start it again after a pause, or stop the study."""
