@@ -43,6 +43,9 @@ def work(
     try:
         train_runs(study, jobs, options.seconds_of(idle, "--idle"), limit, say, save)
     except Interrupted as reason:
+        if reason.notice.code == "stop.cancelled":  # as it was asked to
+            say(str(reason))
+            return
         # The signal that Slurm sends before the time limit: the rest is for another turn of this job.
         from oelm.study.slurm_jobs import requeue
 
@@ -55,12 +58,14 @@ def work(
 def cancel(study: Study) -> None:
     """Have all that trains a study's runs save and leave; oelm study --out STUDY starts it again.
 
+    Returns when Slurm's workers have left; those that need longer than study.slurm.lead are ended.
+
     Example: oelm cancel studies/x
     """
     from oelm.study.folder import StudyFolder
     from oelm.study.slurm_jobs import cancel as stop_slurm
 
-    StudyFolder(study).read()
+    table = StudyFolder(study).read().table
     (study / "cancel").touch()
-    stop_slurm(study)
     say(f"{study}: runs save and stop; oelm study --out {study} starts it again")
+    stop_slurm(study, float(table.slurm.lead))
