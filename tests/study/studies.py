@@ -48,14 +48,20 @@ main()
 
 
 def start(
-    data: Path, out: Path, *more: str, hasty: bool = False, cwd: Path | None = None
+    data: Path,
+    out: Path,
+    *more: str,
+    hasty: bool = False,
+    cwd: Path | None = None,
+    source: Path | None = None,
 ) -> "subprocess.Popen[str]":
-    """The command line in a process of its own; `hasty`: it waits less before it tries a run again."""
+    """The command line in a process of its own; `hasty`: it waits less before it tries a run again; `source`:
+    the folder that its package lies in."""
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, *more, "--out", str(out)]
     return subprocess.Popen(
         [sys.executable, *(["-c", HASTY] if hasty else ["-m", "oelm"]), *words],
-        env=environment(data.parent / "cache"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=cwd,
+        env=environment(data.parent / "cache") | ({"PYTHONPATH": str(source)} if source else {}),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd,
     )  # fmt: skip
 
 
