@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,20 @@ main()
 
 
 def start(
-    data: Path, out: Path, *more: str, hasty: bool = False, cwd: Path | None = None
+    data: Path,
+    out: Path,
+    *more: str,
+    hasty: bool = False,
+    cwd: Path | None = None,
+    source: Path | None = None,
 ) -> "subprocess.Popen[str]":
-    """The command line in a process of its own; `hasty`: it waits less before it tries a run again."""
+    """The command line in a process of its own; `hasty`: it waits less before it tries a run again; `source`:
+    the folder that its package lies in."""
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, *more, "--out", str(out)]
     return subprocess.Popen(
         [sys.executable, *(["-c", HASTY] if hasty else ["-m", "oelm"]), *words],
-        env=environment(data.parent / "cache"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=cwd,
+        env=environment(data.parent / "cache") | ({"PYTHONPATH": str(source)} if source else {}),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd,
     )  # fmt: skip
 
 
@@ -85,6 +92,13 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
             record["model"] = (folder / "model" / "model.safetensors").read_bytes()
         found[str(folder.relative_to(out))] = record
     return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
 
 
 def wait_for_progress(process: "subprocess.Popen[str]", out: Path, extra: float) -> bool:

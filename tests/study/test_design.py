@@ -149,3 +149,11 @@ def test_runs_side_by_side_take_no_more_threads_than_they_are_given(monkeypatch,
     assert [slot.environment["OMP_NUM_THREADS"] for slot in slots] == ["3"] * 4
     places = [slot.environment.get("CUDA_VISIBLE_DEVICES") for slot in slots]
     assert places == (["0", "1", "0", "1"] if gpus else [None] * 4)
+
+
+def test_a_worker_on_slurm_must_have_the_gpus_of_a_run():
+    table = {"launcher": "slurm", "gpus_per_run": 4, "slurm": {"gpus": 2}}
+    with pytest.raises(UserError, match=r"gpus_per_run is 4, but a worker asks for 2: raise"):
+        make_study({"task": {"name": "imdb"}, "study": table})
+    make_study({"task": {"name": "imdb"}, "study": table | {"slurm": {"gpus": 4}}})
+    make_study({"task": {"name": "imdb"}, "study": table | {"slurm": {}}})  # asked for by `extra`, or none

@@ -2,16 +2,22 @@
 
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
 from oelm.data import open_store
-from oelm.errors import UserError
-from oelm.study.design import StudyConfig
-from oelm.study.folder import StudyFolder
+from oelm.errors import Interrupted, UserError
+from oelm.study.design import StudyConfig, make_study
+from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, EndedRun, Launcher, RunJob
+from oelm.study.scheduler import Scheduler
+from oelm.system.messages import notice
 from oelm.training.loop import train
+from oelm.training.stopping import Stop
 from tests.study.studies import RECIPE, make_file
 
 
@@ -73,3 +79,33 @@ def test_an_unknown_launcher_is_refused(tmp_path):
     assert isinstance(done.exception, UserError)
     assert "unknown launcher 'pigeon'; known: local" in str(done.exception)
     assert not (tmp_path / "s").exists()
+
+
+class Queueing(InThisProcess):
+    """Takes all runs; somebody stops the study when it has three."""
+
+    def __init__(self, stop: Stop) -> None:
+        self.stopped, self.taken = stop, 0
+
+    @property
+    def detached(self) -> bool:
+        return True
+
+    def start(self, job: RunJob) -> bool:
+        self.taken += 1
+        self.stopped.reason = notice("stop.signal", signal="Ctrl-C") if self.taken == 3 else None
+        return True
+
+    def poll(self, seconds: float) -> EndedRun | None:
+        return None
+
+
+def test_a_study_can_be_stopped_while_it_queues_its_runs(tmp_path):
+    study = make_study({"task": {"name": "imdb"}, "model": {"name": "gpt-tiny"}})
+    store: Any = SimpleNamespace(task="imdb", metric="accuracy", fingerprint="0" * 64, folder=tmp_path)
+    setting = Setting(study, study.task_config(None), store, "fp32")
+    stop = Stop()
+    launcher = Queueing(stop)
+    with pytest.raises(Interrupted):
+        Scheduler([setting], tmp_path, launcher, "none").run(stop, lambda progress: None)
+    assert launcher.taken == 3

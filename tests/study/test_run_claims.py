@@ -1,7 +1,10 @@
 """Claims on a shared folder: whatever workers do, a run has one owner and is handed over once."""
 
+import errno
 import json
+import os
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oelm.errors import UserError
 from oelm.study.run_claims import MOST_LOST, Queue
-from oelm.study.work import Worker
+from oelm.study.work import Worker, has_result
 
 EXPIRES = 60.0
 
@@ -33,8 +37,8 @@ def make_queue(root: Path, names: list[str]) -> Queue:
     return queue
 
 
-def worker(root: Path, owner: str, clock: Clock) -> Worker:
-    return Worker(root, Queue(root, owner, EXPIRES, clock), say=lambda line: None)
+def worker(root: Path, owner: str, clock: Clock, expires: float = EXPIRES) -> Worker:
+    return Worker(root, Queue(root, owner, expires, clock), say=lambda line: None)
 
 
 def begin(one: Worker, mark: str = "") -> Path | None:
@@ -109,6 +113,148 @@ def test_a_worker_that_wakes_up_late_overwrites_nothing(tmp_path):
     assert late.queue.names() == []
 
 
+def test_a_worker_keeps_its_run_for_as_long_as_it_has_asked_for(tmp_path):
+    """Whatever a hasty observer would wait."""
+    make_queue(tmp_path, ["a"])
+    clock = Clock()
+    slow, hasty = worker(tmp_path, "slow", Clock(), 600.0), worker(tmp_path, "hasty", clock, 30.0)
+    assert begin(slow) is not None
+    assert look_for(hasty, clock, 590) is None
+    assert look_for(hasty, clock, 60) is not None
+
+
+def test_an_observer_that_was_held_up_counts_anew(tmp_path):
+    """Storage that stands still keeps the owner from its beats and the other from its looks."""
+    make_queue(tmp_path, ["a"])
+    clock = Clock()
+    one, other = worker(tmp_path, "one", Clock()), worker(tmp_path, "other", clock)
+    assert begin(one) is not None
+    assert look_for(other, clock, EXPIRES / 2) is None
+    clock.now += 10 * EXPIRES
+    assert look_for(other, clock, EXPIRES - 10) is None
+    assert look_for(other, clock, 30) is not None
+
+
+def test_a_result_handed_over_late_stays_in_its_place(tmp_path, unbroken):
+    """One that wakes up between the looks of the worker that takes its run over and its first move."""
+    queue = make_queue(tmp_path, ["a"])
+    (queue.jobs / "a" / "job.json").write_text(json.dumps({"folder": "runs/a"}))
+    clock = Clock()
+    late, other = worker(tmp_path, "late", Clock()), worker(tmp_path, "other", clock)
+    work = begin(late)
+    assert work is not None
+    shutil.copytree(unbroken()[1], work, dirs_exist_ok=True)
+    claim, folder = late.claims[work]
+    assert claim.end("finished")
+    while (taken := other.queue.take()) is None:
+        clock.now += 5
+    bring, said = other.queue.bring_work, list[str]()
+    placed: list[int] = []
+
+    def bring_late(claim):
+        folder.parent.mkdir()
+        late._move(work, folder)
+        placed.append(folder.stat().st_ctime_ns)
+        bring(claim)
+
+    other.queue.bring_work = bring_late  # type: ignore[method-assign]
+    other._check = lambda values: None  # type: ignore[method-assign]
+    other.say = said.append
+    other._start(taken)
+    assert has_result(folder) and folder.stat().st_ctime_ns == placed[0], "it was moved once more"
+    assert not said and queue.names() == [] and not list(queue.work.iterdir())
+
+
+def test_what_a_local_study_left_is_taken_over_when_the_run_is_queued(tmp_path):
+    queue = make_queue(tmp_path, [])
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "steps").write_text("local,")
+    queue.add("a", {"folder": "runs/a"}, tmp_path / "runs" / "a")
+    one = worker(tmp_path, "one", Clock())
+    work = begin(one, "one")
+    assert work is not None
+    one._publish(work)
+    assert (tmp_path / "runs/a/steps").read_text() == "local,one"
+
+
+def test_a_result_makes_room_for_itself_where_there_is_none(tmp_path, unbroken):
+    make_queue(tmp_path, ["a", "b"])
+    one = worker(tmp_path, "one", Clock())
+    for name, other in (("a", "unfinished"), ("b", "finished")):
+        work = begin(one, "mine")
+        assert work is not None and work.stem == name
+        folder = tmp_path / "runs" / name
+        if other == "finished":
+            shutil.copytree(unbroken()[1], folder)
+        else:
+            folder.mkdir(parents=True)
+            (folder / "steps").write_text("not mine")
+        one._publish(work)
+    assert (tmp_path / "runs/a/steps").read_text() == "mine"
+    assert not (tmp_path / "runs/b/steps").exists()  # the first result counts
+    assert [path.read_text() for path in tmp_path.glob("damaged/*/steps")] == ["not mine"]
+
+
+class Storage:
+    """Shared storage that answers claims with an error as often as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures, self._open = 0, os.open
+        monkeypatch.setattr(os, "open", self.open)
+
+    def open(self, path, *more):
+        if "queue" in str(path) and self.failures:
+            self.failures -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return self._open(path, *more)
+
+
+def test_storage_that_fails_for_a_moment_costs_no_run_and_for_long_the_run(tmp_path, monkeypatch):
+    queue, storage = make_queue(tmp_path, ["a"]), Storage(monkeypatch)
+    clock = Clock()
+    one = worker(tmp_path, "one", clock)
+    storage.failures = 1
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)) as raised:
+        one._take_runs()
+    one._bear(raised.value)  # the worker's loop goes on
+    clock.now += EXPIRES
+    work = begin(one)
+    assert work is not None
+    for failures in (1000, 0, 1000):
+        storage.failures = failures
+        clock.now += EXPIRES / 2
+        one._beat()
+        assert one.claims
+    clock.now += EXPIRES / 2
+    one._beat()
+    assert not one.claims
+    storage.failures = 0
+    work = look_for(one, clock, 3 * EXPIRES)
+    assert work is not None
+    storage.failures = 2
+    one._publish(work)
+    assert queue.names() == [] and (tmp_path / "runs" / "a").exists()
+    one.failing = -1e6
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        one._bear(raised.value)
+
+
+def test_a_run_that_this_machine_cannot_train_is_given_back(tmp_path, monkeypatch):
+    import torch
+
+    queue = make_queue(tmp_path, [])
+    (tmp_path / "dataset").mkdir()
+    values = {"folder": "runs/a", "dataset": str(tmp_path / "dataset"), "table": {"gpus_per_run": 4}}
+    queue.add("a", values | {"memory_bytes": 1e9, "config": {}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of this machine
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one = worker(tmp_path, "one", Clock())
+    one._check = lambda values: None  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"study\.gpus_per_run is 4, but there are 2 GPUs"):
+        one._take_runs()
+    assert queue.state("a").event == "released"  # type: ignore[union-attr]
+
+
 def test_a_run_given_back_is_taken_at_once_and_one_that_ended_is_not_taken_again(tmp_path):
     queue = make_queue(tmp_path, ["a"])
     one, other = worker(tmp_path, "one", Clock()), worker(tmp_path, "other", Clock())
@@ -148,28 +294,37 @@ def test_a_run_that_no_worker_survives_has_failed(tmp_path):
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), skews=st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3))
 def test_whatever_workers_do_every_run_is_handed_over_once(tmp_path_factory, seed, skews):
-    """Workers take runs, beat, stop for long, die and finish in any order; in the end each run's folder was
-    written by workers that had it one after another."""
+    """Workers take runs, beat, stop for long, die, write where they have lost a run, and finish. In the end
+    each result was written by all that had the run, one after another, and by no other."""
     rng, root = random.Random(seed), tmp_path_factory.mktemp("study")
     queue = make_queue(root, ["a", "b", "c"])
     clocks = [Clock(skew) for skew in skews]
     workers = [worker(root, str(n), clock) for n, clock in enumerate(clocks)]
     published: list[str] = []
+    written = dict.fromkeys(("a", "b", "c"), "")  # by whom, in the order of the claims
+    numbers = dict.fromkeys(written, 0)
     for turn in range(400):
         n = rng.randrange(3)
         one = workers[n]
-        action = rng.choice(["take", "take", "beat", "time", "time", "finish", "die"])
+        action = rng.choice(["take", "take", "beat", "time", "time", "finish", "die", "write"])
         if action == "take":
-            begin(one, f"{n}")
+            if (work := begin(one, f"{n},")) is not None:
+                written[work.stem] += f"{n},"
+                assert numbers[work.stem] < one.claims[work][0].number
+                numbers[work.stem] = one.claims[work][0].number
         elif action == "time":  # for all of them, at different speeds
             for clock in clocks:
-                clock.now += rng.uniform(5, 40)
+                clock.now += rng.uniform(2, 15)
         elif action == "die" and turn < 300:
             workers[n] = worker(root, str(n), clocks[n])
         elif one.claims:
             work = rng.choice(list(one.claims))
             claim, folder = one.claims[work]
-            if action == "beat" and not claim.beat():
+            if action == "write" and (root / "queue/jobs" / claim.name / str(claim.number + 1)).exists():
+                work.mkdir(exist_ok=True)  # it has lost the run and does not know
+                with (work / "steps").open("a") as file:
+                    file.write("late")
+            elif action == "beat" and not claim.beat():
                 del one.claims[work]
             elif action == "finish":
                 before = folder.exists()
@@ -177,4 +332,4 @@ def test_whatever_workers_do_every_run_is_handed_over_once(tmp_path_factory, see
                 published += [claim.name] if folder.exists() and not before else []
     assert sorted(published + queue.names()) == ["a", "b", "c"]
     for name in published:
-        assert (root / "runs" / name / "steps").read_text()
+        assert (root / "runs" / name / "steps").read_text() == written[name]

@@ -1,5 +1,6 @@
 """Studies on a real Slurm of one node (.ci/slurm starts one): what goes wrong there changes no record."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,12 +9,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
+import oelm
 from oelm.cli.main import app
+from oelm.study.run_claims import Queue
 from oelm.study.slurm_jobs import tasks
 from tests.study import studies
+from tests.study.studies import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLURM = ("--slurm", "--set", "study.slurm.workers=2", "--set", "study.jobs=1")
@@ -44,13 +49,6 @@ def local(data: Path, out: Path, *more: str, cwd: Path | None = None) -> Path:
     return out
 
 
-def wait_for(condition, seconds: float = 150.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)
-
-
 def finished(study: "subprocess.Popen[str]", out: Path) -> str:
     text, _ = study.communicate(timeout=300)
     logs = "\n".join(path.read_text() for path in (out / "log").glob("slurm-*.log"))
@@ -66,12 +64,16 @@ def test_two_studies_at_once_a_killed_command_and_edited_code_leave_the_records_
     data, tmp_path
 ):
     reference = local(data, tmp_path / "local", "--seeds", "2")
-    plugin = tmp_path / "own_plugin.py"
+    plugin, source = tmp_path / "own_plugin.py", tmp_path / "source"
     plugin.write_text("")
-    two = studies.start(data, tmp_path / "two", *ONE_RATE, *SLURM, "--plugin", "own_plugin", cwd=tmp_path)
+    shutil.copytree(Path(oelm.__file__).parent, source / "oelm", ignore=shutil.ignore_patterns("__pycache__"))
+    with_plugin = (*ONE_RATE, "--plugin", "own_plugin")
+    reference_of_two = local(data, tmp_path / "local-two", *with_plugin, cwd=tmp_path)
+    two = studies.start(data, tmp_path / "two", *with_plugin, *SLURM, cwd=tmp_path, source=source)
     first = studies.start(data, tmp_path / "one", "--seeds", "2", *SLURM)
     wait_for(lambda: tasks(tmp_path / "two"))
-    plugin.write_text("raise RuntimeError('edited after the workers were submitted')")
+    for path in (plugin, source / "oelm" / "study" / "worker.py", source / "oelm" / "training" / "loop.py"):
+        path.write_text("raise RuntimeError('edited after the workers were submitted')")
     wait_for(lambda: any((tmp_path / "one" / "queue" / ".work").glob("*")))
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -83,7 +85,7 @@ def test_two_studies_at_once_a_killed_command_and_edited_code_leave_the_records_
     assert len({task.name.partition("_")[0] for task in tasks(tmp_path / "one") or ()}) == 1  # it attached
     finished(two, tmp_path / "two")
     same_records(tmp_path / "one", reference)
-    assert len(studies.records(tmp_path / "two")) == 2
+    same_records(tmp_path / "two", reference_of_two)
 
 
 # A worker is signalled 25 to 55 s after its start: Slurm looks at its jobs every 30 s, and signals early.
@@ -116,20 +118,68 @@ def test_a_run_that_meets_the_time_limit_is_queued_again_and_ends_the_same(data,
     same_records(out, reference)
 
 
-def test_a_node_that_goes_away_and_comes_back_changes_nothing(data, tmp_path):
-    reference = local(data, tmp_path / "local", *LONG)
-    out = tmp_path / "slurm"
-    study = studies.start(data, out, *LONG, *SLURM)
-    wait_for(lambda: any((out / "queue" / ".work").glob("*/metrics.jsonl")))
+def kill_node(out: Path) -> None:
+    """End all that Slurm has on this node for a study, as a node that loses its power does."""
     configuration = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
     pid_file = next(
         line.split("=")[1].strip() for line in configuration.splitlines() if "SlurmdPidFile" in line
     )
-    os.kill(int(Path(pid_file).read_text()), signal.SIGTERM)
-    time.sleep(8)
-    subprocess.run(["slurmd"], check=True)
-    finished(study, out)
+    os.kill(int(Path(pid_file).read_text()), signal.SIGKILL)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(out) in process.cmdline() and "work" in process.cmdline():
+                parent = process.parent()
+                if parent is not None and "slurmstepd" in parent.name():
+                    parent.kill()
+                process.kill()  # the process that trains ends with it
+
+
+def test_a_node_that_fails_has_its_workers_queued_again_and_changes_nothing(data, tmp_path):
+    reference = local(data, tmp_path / "local", *LONG)
+    out = tmp_path / "slurm"
+    study = studies.start(data, out, *LONG, *SLURM)
+    wait_for(lambda: any((out / "queue" / ".work").glob("*/checkpoints/step-*")))
+    kill_node(out)
+    try:
+        wait_for(lambda: any(task.restarts for task in tasks(out) or ()))  # Slurm has seen it
+    finally:
+        subprocess.run(["slurmd"], check=True)
+    logs = finished(study, out)
+    assert "(worker 2 of this run)" in logs  # it was taken over
     same_records(out, reference)
+
+
+# A step that takes longer than Slurm waits between its signal and its kill.
+SLOW_STEP = """
+import time
+from oelm.training.step import PlainStep
+
+begin = PlainStep._begin
+
+def slowly(step, number):
+    time.sleep(20 if number == 5 else 0)
+    begin(step, number)
+
+PlainStep._begin = slowly
+"""
+
+
+def test_cancelled_workers_save_their_runs_before_they_leave(data, tmp_path):
+    (tmp_path / "slow_step.py").write_text(SLOW_STEP)
+    out = tmp_path / "slurm"
+    more = (*LONG, "--set", "training.log_every=1", "--plugin", "slow_step", "--set", "training.fast=false")
+    study = studies.start(data, out, *more, *SLURM, cwd=tmp_path)
+    logs = out / "queue" / ".work"
+    wait_for(lambda: len(list(logs.glob("*/metrics.jsonl"))) == 2)
+    time.sleep(2)
+    done = CliRunner().invoke(app, ["cancel", str(out)])
+    assert done.exit_code == 0, done.output
+    assert [task.state for task in tasks(out) or ()] == ["COMPLETED"] * 2
+    text, _ = study.communicate(timeout=60)
+    assert study.returncode == 75 and "stopped by oelm cancel" in text
+    states = [state.event for _, state in Queue(out).states()]
+    assert states == ["released"] * 2
+    assert len(list(logs.glob("*/checkpoints/step-*"))) == 2  # no step was due to be saved
 
 
 def test_what_waits_is_shown_with_slurms_reason_and_can_be_cancelled(data, tmp_path):

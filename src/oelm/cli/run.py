@@ -181,25 +181,26 @@ def status(
 
     Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
     """
-    from oelm.study.queue_status import all_runs, slurm_lines
+    from oelm.study.queue_status import all_runs, slurm_lines, slurm_workers
     from oelm.training.status import gpu_use
 
     roots = folders or [Path("runs")]
     if as_json:
-        say(json.dumps([vars(run) for run in all_runs(roots)]))
+        say(json.dumps([vars(run) for run in all_runs(roots, slurm_workers(roots))]))
         return
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     def picture() -> Any:
-        runs = all_runs(roots)
+        workers = slurm_workers(roots)
+        runs = all_runs(roots, workers)
         nothing = Text(f"no runs in {', '.join(map(str, roots))} yet")
         table = status_table(runs) if runs else nothing
         why = [
             f"{Path(run.folder).name}: {run.reason}" for run in runs if run.reason and run.status == "failed"
         ]
-        return Group(table, *map(Text, (*why, *slurm_lines(roots), *gpu_use())))
+        return Group(table, *map(Text, (*why, *slurm_lines(workers), *gpu_use())))
 
     screen = console()
     if not watch:
@@ -214,7 +215,7 @@ def status(
     else:
         seen: dict[str, str] = {}
         while True:
-            for run in all_runs(roots):
+            for run in all_runs(roots, slurm_workers(roots)):
                 line = " ".join(filter(None, _cells(run, with_task=True)))
                 if seen.get(run.folder) != line:
                     seen[run.folder] = line

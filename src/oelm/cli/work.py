@@ -24,6 +24,9 @@ def work(
     expires: Annotated[
         str, typer.Option(help="A worker without a sign of life for so long has lost its runs.")
     ] = "90s",
+    patience: Annotated[
+        str | None, typer.Option(help="How long runs may take to save when told to stop; default: 100s.")
+    ] = None,
     gpu: options.Gpu = None,
     plugin: options.Plugin = None,
 ) -> None:
@@ -32,12 +35,17 @@ def work(
     Start it wherever the study's folder is mounted, and stop it whenever you like: its runs are saved and go
     to other workers. Example: oelm work studies/x
     """
+    from oelm.study.work import STOP_PATIENCE
     from oelm.study.work import work as train_runs
 
-    limit = options.seconds_of(expires, "--expires")
+    limit = options.seconds_of(expires, "--expires") or 90.0
+    save = options.seconds_of(patience, "--patience") or STOP_PATIENCE
     try:
-        train_runs(study, jobs, options.seconds_of(idle, "--idle"), limit or 90.0, say)
+        train_runs(study, jobs, options.seconds_of(idle, "--idle"), limit, say, save)
     except Interrupted as reason:
+        if reason.notice.code == "stop.cancelled":  # as it was asked to
+            say(str(reason))
+            return
         # The signal that Slurm sends before the time limit: the rest is for another turn of this job.
         from oelm.study.slurm_jobs import requeue
 
@@ -50,12 +58,14 @@ def work(
 def cancel(study: Study) -> None:
     """Have all that trains a study's runs save and leave; oelm study --out STUDY starts it again.
 
+    Returns when Slurm's workers have left; those that need longer than study.slurm.lead are ended.
+
     Example: oelm cancel studies/x
     """
     from oelm.study.folder import StudyFolder
     from oelm.study.slurm_jobs import cancel as stop_slurm
 
-    StudyFolder(study).read()
+    table = StudyFolder(study).read().table
     (study / "cancel").touch()
-    stop_slurm(study)
     say(f"{study}: runs save and stop; oelm study --out {study} starts it again")
+    stop_slurm(study, float(table.slurm.lead))

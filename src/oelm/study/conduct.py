@@ -207,7 +207,9 @@ class ProgressView:
 
     def _now(self, progress: StudyProgress) -> Iterator[str]:
         starting = 0
-        for run in progress.running:
+        if progress.detached:  # oelm status shows each of them
+            yield f"{len(progress.running):,} run{'s' * (len(progress.running) != 1)} queued or with workers"
+        for run in progress.running if not progress.detached else ():
             if not (run.folder / "config.toml").exists():
                 starting += 1
                 continue
@@ -215,7 +217,7 @@ class ProgressView:
             step = f"step {state.step}/{state.of}" if state.of else "starting"
             left = f", {duration(state.left_s)} left" if state.left_s is not None else ""
             yield f"{run.name}: {step}{left}"
-        if starting:  # or in the hands of workers: oelm status shows those
-            yield f"{starting:,} run{'s' * (starting != 1)} starting or queued"
+        if starting:
+            yield f"{starting:,} run{'s' * (starting != 1)} starting"
         yield from (f"FAILED {name}" for name in progress.failed)
         yield self._summary(progress)

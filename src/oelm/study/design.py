@@ -84,6 +84,11 @@ class StudyConfig:
             raise UserError(f"study.max_seeds must be at least {LOOKS[0]}, got {self.max_seeds}")
         if max(self.seeds, self.max_seeds) >= FIRST_CHOICE_SEED:
             raise UserError(f"study.seeds must be below {FIRST_CHOICE_SEED}, where the seeds of trials start")
+        if self.launcher == "slurm" and 0 < self.slurm.gpus < self.gpus_per_run:
+            raise UserError(
+                f"study.gpus_per_run is {self.gpus_per_run}, but a worker asks for {self.slurm.gpus}: raise "
+                "study.slurm.gpus"
+            )
         if not self.lrs or not all(0 < lr < float("inf") for lr in self.lrs):
             raise UserError(f"study.lrs needs positive learning rates, got {self.lrs}")
         if len(self.methods) < 2:

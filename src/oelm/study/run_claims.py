@@ -4,15 +4,17 @@
                    /1, 2, ...    its claims: the highest number says who has it
     queue/ended/NAME/            as above, once the run has ended; with answer.json where a fault ended it
     queue/.work/NAME.3/          the run's folder while the worker with claim 3 trains it
+                NAME.0/          what a study on one machine had left of it
 
 Taking a run, giving it up and ending it all mean creating the next number, which only one process can do. A
 worker trains in a folder that carries its number, and whoever takes the run over renames that folder first:
 one that was stopped and wakes up late finds its folder gone and its next number taken, and can overwrite
-nothing. A claim expires when its file has not changed for so many seconds of the observer's own monotonic
-clock; no two machines' clocks are ever compared.
+nothing. A claim says after how many seconds without a heartbeat it expires. The observer counts them by its
+own monotonic clock, and anew where it was held up itself: two machines' clocks never decide who has a run.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -23,11 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXPIRES = 90.0  # seconds without a heartbeat after which a claim no longer counts
+EXPIRES = 90.0  # seconds without a heartbeat after which a claim no longer counts, unless it says otherwise
 BEATS = 6  # heartbeats within that time
 MOST_LOST = 5  # workers in a row that may vanish with one run before it counts as failed
 MOST_NEAR = 256  # runs from which a worker picks the next one at random, where there are many
+MOST_MISSES = 32  # runs in a row found taken after which they are listed again
+RETRY = 10.0  # seconds in which the end of a claim is written again where the storage fails
 SIZE = 512  # bytes of a claim: always the same, so that a heartbeat is one write
+# Errors of shared storage that a later attempt may not meet.
+PASSING = {
+    errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EREMOTEIO,
+    errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECONNRESET,
+}  # fmt: skip
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether this is a failure of the storage that may be over soon."""
+    return error.errno in PASSING
 
 
 @dataclass
@@ -39,6 +53,10 @@ class Claim:
     number: int
     lost: int
     beats: int = 0
+    beaten: float = 0.0  # when it was last renewed, by this worker's clock
+
+    def __post_init__(self) -> None:
+        self.beaten = self.queue.clock()
 
     @property
     def work(self) -> Path:
@@ -50,22 +68,39 @@ class Claim:
         return self.queue.jobs / self.name
 
     def beat(self) -> bool:
-        """Tell the other workers that this one is alive; False where one has taken the run over."""
+        """Tell the other workers that this one is alive; False where one has taken the run over. OSError if
+        the storage fails."""
+        now = self.queue.clock()
         if (self.job / f"{self.number + 1}").exists():
             return False
-        self.beats += 1
         try:
             handle = os.open(self.job / f"{self.number}", os.O_WRONLY)
         except FileNotFoundError:
             return False
+        self.beats += 1
         with open(handle, "wb", buffering=0) as file:
-            file.write(_entry("claim", self.queue.owner, self.lost, self.beats))
+            file.write(self.queue.entry("claim", self.lost, self.beats))
             os.fsync(handle)
+        self.beaten = now
         return True
 
     def end(self, event: str) -> bool:
-        """Give the run up ("released") or end it ("finished"); False where another worker has taken it."""
-        return self.queue.create(self.name, self.number + 1, event, 0)
+        """Give the run up ("released") or end it ("finished"); False where another worker has taken it, or
+        where the storage fails for long: then the claim expires."""
+        last = time.monotonic() + RETRY
+        while True:
+            try:
+                if self.queue.create(self.name, self.number + 1, event, 0):
+                    return True
+                state = self.queue.state(self.name)  # an attempt that failed may have come through
+                mine = (self.number + 1, event, self.queue.owner)
+                return state is not None and (state.number, state.event, state.owner) == mine
+            except OSError as error:
+                if not may_pass(error):
+                    raise
+                if time.monotonic() > last:
+                    return False
+                time.sleep(0.5)
 
 
 @dataclass(frozen=True)
@@ -76,8 +111,18 @@ class State:
     event: str = "queued"
     owner: str = ""
     lost: int = 0
+    expires: float = EXPIRES  # of this claim, as its owner has chosen
     raw: bytes = b""  # changes with every heartbeat
     changed: float = 0.0  # by the clock of the file system: to be shown, never to decide
+
+
+@dataclass
+class Sight:
+    """What this worker last saw of a run that another has taken."""
+
+    looked: float = float("-inf")
+    raw: bytes | None = None  # its claim
+    since: float = 0.0  # when it was first seen like this
 
 
 class Queue:
@@ -93,10 +138,9 @@ class Queue:
         self.folder, self.owner, self.expires, self.clock = root / "queue", owner, expires, clock
         self.jobs, self.ended, self.work = (self.folder / name for name in ("jobs", "ended", ".work"))
         self.finished = self.folder / "finished"
-        self._listed = float("-inf")  # when the runs were last listed
+        self._listed, self._changed = float("-inf"), 0  # when the runs were last listed; their folder's time
         self._fresh: list[str] = []  # those that may never have been taken, the next one last
-        self._taken: dict[str, float] = {}  # the others, and when their claims were last looked at
-        self._seen: dict[str, tuple[bytes, float]] = {}  # run -> its claim, and since when that is the same
+        self._taken: dict[str, Sight] = {}  # the others
 
     def open(self) -> None:
         """Make the queue's folders; the study is not finished any more."""
@@ -110,24 +154,35 @@ class Queue:
         for folder in (self.jobs, self.ended, self.work):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, name: str, job: dict[str, Any]) -> None:
-        """Queue a run, unless it is queued or being trained already. One that has ended keeps its numbers."""
-        if (self.jobs / name).exists():
+    def add(self, name: str, job: dict[str, Any], unfinished: Path | None = None) -> None:
+        """Queue a run, unless it is queued or being trained already. One that has ended keeps its numbers.
+        `unfinished`: a folder with the run's checkpoints, for its first worker. Only here, where no worker
+        can have the run, is its folder taken out of the study."""
+        if self.has(name):
             return
+        if unfinished is not None and self.work_folder(name) is None:
+            unfinished.rename(self.work / f"{name}.0")
         beside = self.ended / name
         if not beside.exists():
             beside = self.folder / f".{name}.part"
             beside.mkdir(exist_ok=True)
         else:
             last = max((int(path.name) for path in beside.iterdir() if path.name.isdecimal()), default=0)
-            (beside / f"{last + 1}").write_bytes(_entry("released", "", 0, 0))
+            (beside / f"{last + 1}").write_bytes(self.entry("released", 0, 0))
         (beside / "answer.json").unlink(missing_ok=True)
         (beside / "job.json").write_text(json.dumps(job), encoding="utf-8")
         beside.rename(self.jobs / name)
 
+    def has(self, name: str) -> bool:
+        """Whether the run waits or is being trained."""
+        return (self.jobs / name).exists()
+
     def names(self) -> list[str]:
         """The runs that have not ended, in the order in which they are taken."""
-        return sorted(os.listdir(self.jobs)) if self.jobs.exists() else []
+        try:
+            return sorted(os.listdir(self.jobs))
+        except FileNotFoundError:
+            return []
 
     def read(self, name: str, ended: bool = False) -> dict[str, Any] | None:
         return _read_json((self.ended if ended else self.jobs) / name / "job.json")
@@ -144,61 +199,80 @@ class Queue:
             claim.job.rename(self.ended / claim.name)
 
     def take(self) -> Claim | None:
-        """Take a run that nobody has; None if there is none now."""
+        """Take a run that nobody has; None if there is none now. OSError if the storage fails."""
         now, pause = self.clock(), self.expires / BEATS
-        if not self._fresh or now - self._listed > pause:
-            names, self._listed = self.names(), now
-            self._fresh = [name for name in reversed(names) if name not in self._taken]
+        if not self._fresh:
+            self._list(now, pause)
+        return self._take_known(now, pause) or self._take_fresh(now) or self._take_known(now, pause)
+
+    def _list(self, now: float, pause: float) -> None:
+        """List the runs, if there may be others than at the last time."""
+        try:
+            changed = self.jobs.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed = 0
+        if changed != self._changed or now - self._listed >= pause:
+            names, self._listed, self._changed = self.names(), now, changed
             self._taken = {name: self._taken[name] for name in names if name in self._taken}
-        return self._take_known(now, pause) or self._take_fresh() or self._take_known(now, pause)
+            self._fresh = [name for name in reversed(names) if name not in self._taken]
 
     def _take_known(self, now: float, pause: float) -> Claim | None:
-        for name in [name for name, looked in self._taken.items() if now - looked >= pause]:
-            self._taken[name] = now
-            if (claim := self._take_over(name, now)) is not None:
+        due = [name for name, sight in self._taken.items() if now - sight.looked >= pause]
+        # Not all at once: of many runs it looks at some with every call, and at all of them within a pause.
+        for name in due[: max(MOST_MISSES, len(self._taken) // 8)]:
+            if (claim := self._take_over(name, now, pause)) is not None:
                 return claim
         return None
 
-    def _take_fresh(self) -> Claim | None:
+    def _take_fresh(self, now: float) -> Claim | None:
+        misses = 0
         while self._fresh:
             # In order, but for many runs not all workers the same one at the same time.
             near = min(MOST_NEAR, len(self._fresh) // 8 + 1)
             name = self._fresh.pop(-random.randint(1, near))
+            self._taken[name] = Sight()
             if self.create(name, 1, "claim", 0):
                 return Claim(self, name, 1, 0)
-            self._taken[name] = float("-inf")
+            misses += 1
+            if misses == MOST_MISSES:  # others have been busy
+                self._list(now, 0.0)
         return None
 
-    def _take_over(self, name: str, now: float) -> Claim | None:
+    def _take_over(self, name: str, now: float, pause: float) -> Claim | None:
         """A run that was taken before, if it was given back or its worker has shown no sign of life."""
-        state = self.state(name)
+        sight, state = self._taken[name], self.state(name)
+        before, sight.looked = sight.looked, now
         if state is None:
             del self._taken[name]
             return None
         lost = 0
         if state.event in ("claim", "finished"):  # one that has finished is about to hand its run over
-            raw, since = self._seen.get(name, (None, now))
-            if raw != state.raw:
-                self._seen[name] = (state.raw, now)
+            held_up = now - before > 2 * pause  # this worker, perhaps by what keeps the other from its signs
+            if held_up or state.raw != sight.raw:
+                sight.raw, sight.since = state.raw, now
                 return None
-            if now - since < self.expires:
+            if now - sight.since < state.expires:
                 return None
             lost = state.lost + 1
         number = state.number + 1
         return Claim(self, name, number, lost) if self.create(name, number, "claim", lost) else None
 
     def create(self, name: str, number: int, event: str, lost: int) -> bool:
-        """Create a claim; False where it exists, or the run has ended."""
+        """Create a claim; False where it exists, or the run has ended. OSError if the storage fails."""
         try:
             handle = os.open(self.jobs / name / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except (FileExistsError, FileNotFoundError):
             return False
         with open(handle, "wb", buffering=0) as file:
-            file.write(_entry(event, self.owner, lost, 0))
+            file.write(self.entry(event, lost, 0))
         return True
 
+    def entry(self, event: str, lost: int, beats: int) -> bytes:
+        values = {"event": event, "owner": self.owner[:200], "expires": self.expires, "lost": lost}
+        return json.dumps(values | {"beats": beats}).encode("ascii").ljust(SIZE)
+
     def state(self, name: str) -> State | None:
-        """A run's last claim; None for a run that has ended."""
+        """A run's last claim; None for a run that has ended. OSError if the storage fails."""
         try:
             numbers = [int(entry) for entry in os.listdir(self.jobs / name) if entry.isdecimal()]
             if not numbers:
@@ -211,11 +285,11 @@ class Queue:
         with contextlib.suppress(ValueError):
             values = json.loads(raw)
         known = (str(values["event"]), str(values.get("owner", "")), int(values.get("lost", 0)))
-        return State(max(numbers), *known, raw, changed)
+        return State(max(numbers), *known, float(values.get("expires", EXPIRES)), raw, changed)
 
     def bring_work(self, claim: Claim) -> None:
         """Move what earlier workers have left of a run to this claim's folder, its checkpoints with it."""
-        for number in range(claim.number - 1, 0, -1):
+        for number in range(claim.number - 1, -1, -1):
             with contextlib.suppress(FileNotFoundError):
                 (self.work / f"{claim.name}.{number}").rename(claim.work)
                 # Its lock may be held by a process that is stopped, and would keep this one waiting.
@@ -233,13 +307,8 @@ class Queue:
                 yield name, state
 
 
-def _entry(event: str, owner: str, lost: int, beats: int) -> bytes:
-    text = json.dumps({"event": event, "owner": owner[:200], "lost": lost, "beats": beats})
-    return text.encode("ascii").ljust(SIZE)
-
-
 def _read_json(path: Path) -> Any:
     """None where the file is not there, or its writer has died in the middle of it."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None

@@ -58,6 +58,7 @@ class StudyProgress:
     failed: dict[str, str] = field(default_factory=dict)  # run -> reason, where training itself went wrong
     done: int = 0
     news: list[str] = field(default_factory=list)  # lines to print once
+    detached: bool = False  # runs are in the hands of workers, elsewhere
 
 
 class Scheduler:
@@ -70,7 +71,7 @@ class Scheduler:
 
     def __init__(self, settings: list[Setting], root: Path, launcher: Launcher, keep_models: str) -> None:
         self.root, self.launcher, self.keep_models = root, launcher, keep_models
-        self.progress = StudyProgress(settings)
+        self.progress = StudyProgress(settings, detached=launcher.detached)
         self.folders: dict[tuple[str, Cell, bool], Path] = {}  # of the runs seen so far
         self.faults: Counter[Path] = Counter()  # run folder -> how many faults have ended the run
         self.not_before = 0.0  # after a fault: the time from which runs are started again
@@ -81,19 +82,22 @@ class Scheduler:
         """Make all runs of the study. `show(progress)` is called about twice a second."""
         try:
             while self._find_due_runs():
-                if (self.root / "cancel").exists():
-                    stop.reason = notice("stop.cancelled")
-                if stop.reason is not None or self.broken is not None:
+                if self._told_to_stop(stop) or self.broken is not None:
                     self._stop_runs()
                     show(self.progress)
                     raise self.broken or Interrupted(stop.reason or "")
-                self._start_runs()
+                self._start_runs(stop)
                 show(self.progress)
                 self._wait_for_run(0.5)
             show(self.progress)
             return self.progress
         finally:
             self.launcher.close()
+
+    def _told_to_stop(self, stop: Stop) -> bool:
+        if (self.root / "cancel").exists():
+            stop.reason = notice("stop.cancelled")
+        return stop.reason is not None
 
     def _find_due_runs(self) -> bool:
         """Update the progress; False when nothing runs and nothing is due."""
@@ -170,9 +174,10 @@ class Scheduler:
             if c != best:
                 shutil.rmtree(setting.folder(self.root, c) / "model", ignore_errors=True)
 
-    def _start_runs(self) -> None:
+    def _start_runs(self, stop: Stop) -> None:
+        """Start what there is room for; queueing thousands takes a while, in which it may be told to stop."""
         waiting = self.progress.waiting
-        while waiting and time.monotonic() >= self.not_before:
+        while waiting and time.monotonic() >= self.not_before and not self._told_to_stop(stop):
             run = waiting[0]
             job = RunJob(run.setting.run_config(run.cell), run.setting.store.folder, run.folder)
             try:
@@ -199,10 +204,7 @@ class Scheduler:
         elif ended.kind in OUTCOMES:
             self._fault(run, "disk", notice("run.no_record"))
         elif ended.kind is not None:
-            reason = ended.reason or notice("study.no_reason")
-            if ended.log is not None and ended.kind in ("process", "software", "device"):
-                reason = notice("run.see_log", reason=reason, log=ended.log)
-            self._fault(run, ended.kind, reason)
+            self._fault(run, ended.kind, ended.told)
 
     def _fault(self, run: DueRun, kind: str, reason: Notice) -> None:
         """Nothing is known about the run: start it again after a pause, or stop the study."""

@@ -3,6 +3,8 @@
 import os
 import secrets
 import subprocess
+import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +62,8 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def tasks(root: Path) -> list[Task] | None:
-    """All workers of a study: what sacct knows, where there is accounting, and what squeue says now. None if
-    Slurm does not answer."""
+    """All workers of a study: those that squeue knows and, where there is accounting, those that sacct says
+    have ended. None if Slurm does not answer."""
     if (name := job_name(root, make=False)) is None:
         return []
     columns = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "RestartCnt")
@@ -70,12 +72,18 @@ def tasks(root: Path) -> list[Task] | None:
     if asked.returncode:
         return None
     known: dict[str, Task] = {}
+    # Not every version has a field for restarts; all list a job that was queued again once for each start.
     past = command(
-        "sacct", "-n", "-P", "-X", "-S", "now-30days", "--name", name, "-o", "JobID,State,Reason,Restarts"
+        "sacct", "-n", "-P", "-X", "-D", "-S", "now-30days", "--name", name, "-o", "JobID,State,Reason"
     )
+    starts = Counter[str]()
     for line in past.stdout.splitlines() if past.returncode == 0 else ():
-        job, state, reason, restarts = (*line.split("|"), "", "", "")[:4]
-        known[job] = Task(job, state.partition(" ")[0], reason, int(restarts or 0))
+        job, state, reason = (*line.split("|"), "", "")[:3]
+        starts[job] += 1
+        task = Task(job, state.partition(" ")[0], reason, starts[job] - 1)
+        known.pop(job, None)
+        if not task.live:  # the others, and arrays that are not yet split ("12_[0-3]"), squeue knows
+            known[job] = task
     for line in asked.stdout.splitlines():
         job, number, state, reason, restarts = (part.strip() for part in line.split("|")[:5])
         known[f"{job}_{number}"] = Task(f"{job}_{number}", state, reason, int(restarts or 0))
@@ -92,12 +100,28 @@ def job_name(root: Path, make: bool = True) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
 
-def cancel(root: Path) -> None:
-    """Have Slurm end all workers of a study; they are told, and save their runs."""
-    if (name := job_name(root, make=False)) is not None:
-        asked = command("scancel", "--me", "--name", name)
-        if asked.returncode:
-            raise RunError(notice("slurm.refused", command="scancel", error=error_line(asked)), "process")
+def cancel(root: Path, patience: float) -> None:
+    """Have all workers of a study leave: those that wait at once, those that run when their runs are saved,
+    for which they have so many seconds."""
+    if (name := job_name(root, make=False)) is None:
+        return
+    _end_jobs(name, "--state=PENDING")
+    # To the worker alone, which tells its runs; Slurm itself would kill both after its own short wait.
+    command("scancel", "--me", "--name", name, "--signal=TERM", "--batch")
+    end = time.monotonic() + patience
+    while (known := tasks(root)) is None or any(task.live for task in known):
+        if time.monotonic() > end:
+            _end_jobs(name)
+            return
+        if any(task.state == "PENDING" for task in known or ()):  # queued again just now
+            _end_jobs(name, "--state=PENDING")
+        time.sleep(1)
+
+
+def _end_jobs(name: str, *which: str) -> None:
+    asked = command("scancel", "--me", "--name", name, *which)
+    if asked.returncode:
+        raise RunError(notice("slurm.refused", command="scancel", error=error_line(asked)), "process")
 
 
 def requeue() -> bool:

@@ -14,18 +14,17 @@ from typing import Any
 from oelm.config import rebuild_config
 from oelm.errors import OUTCOMES, Interrupted, UserError
 from oelm.study.design import StudyConfig
-from oelm.study.folder import StudyFolder
+from oelm.study.folder import StudyFolder, set_aside
 from oelm.study.launchers.interface import EndedRun, RunJob
 from oelm.study.launchers.local import LocalLauncher
 from oelm.study.records import read_record
-from oelm.study.run_claims import BEATS, MOST_LOST, Claim, Queue
+from oelm.study.run_claims import BEATS, MOST_LOST, Claim, Queue, may_pass
 from oelm.system.messages import notice
 from oelm.system.version import NUMERICS, NUMERICS_OTHERS
 from oelm.training.parallel import process_state
-from oelm.training.status import is_locked
 from oelm.training.stopping import Stop, stopping
 
-STOP_PATIENCE = 100.0  # seconds for runs to save when the worker is told to stop
+STOP_PATIENCE = 100.0  # seconds for runs to save when the worker is told to stop, unless it is told how many
 # Keys of the [study] table that say how a worker makes runs; they travel with each job.
 WORKER_KEYS = ("jobs", "threads", "memory_gb", "gpus_per_run")
 
@@ -50,6 +49,14 @@ def worker_name() -> str:
     return f"{slurm}{socket.gethostname()}-{os.getpid()}"
 
 
+def has_result(folder: Path) -> bool:
+    """Whether the study can use what is there: a result, or that the run must take the plain path."""
+    with contextlib.suppress(UserError):
+        record = read_record(folder) if folder.exists() else None
+        return record is not None and (record.evaluated or record.fell_back)
+    return False
+
+
 @dataclass
 class Worker:
     """One `oelm work`: claims on runs, and a local launcher that trains them side by side."""
@@ -58,37 +65,70 @@ class Worker:
     queue: Queue
     jobs: int | None = None  # runs side by side; None: as the study says
     say: Callable[[str], None] = print
+    patience: float = STOP_PATIENCE
     launcher: LocalLauncher | None = None
     claims: dict[Path, tuple[Claim, Path]] = field(default_factory=dict)  # work folder -> claim, run's folder
-    beaten: float = 0.0  # when the claims were last renewed
+    failing: float | None = None  # since when the shared storage fails
 
     def run(self, stop: Stop, idle: float | None) -> None:
         """Train runs until the study is finished, it is cancelled, `stop` says so, or there was nothing to do
         for `idle` seconds."""
         busy = time.monotonic()
         try:
-            while not self.queue.finished.exists():
-                if (self.root / "cancel").exists():
-                    stop.reason = notice("stop.cancelled")
-                if stop.reason is not None:
-                    self._stop_runs()
-                    raise Interrupted(stop.reason)
-                self._take_runs()
-                self._look()
+            while not self._finished():
+                try:
+                    self._turn(stop)
+                    self.failing = None
+                except OSError as error:
+                    self._bear(error)
                 busy = time.monotonic() if self.claims else busy
                 waited = time.monotonic() - busy
-                # A run that another worker has may come free: whether that one lives is seen only in time.
-                if (
-                    idle is not None
-                    and waited > idle
-                    and (waited > 2 * self.queue.expires or not self.queue.names())
-                ):
+                if idle is not None and waited > idle and self._nothing_left(waited):
                     self.say(f"nothing to do for {waited:.0f} s; leaving")
                     return
             self.say("the study is finished")
         finally:
-            if self.launcher is not None:
-                self.launcher.close()
+            self._leave()
+
+    def _finished(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.queue.finished.exists()
+        return False
+
+    def _nothing_left(self, waited: float) -> bool:
+        # A run that another worker has may come free: whether that one lives is seen only in time.
+        with contextlib.suppress(OSError):
+            return waited > 2 * self.queue.expires or not self.queue.names()
+        return False
+
+    def _turn(self, stop: Stop) -> None:
+        if (self.root / "cancel").exists():
+            stop.reason = notice("stop.cancelled")
+        if stop.reason is not None:
+            self._stop_runs()
+            raise Interrupted(stop.reason)
+        self._take_runs()
+        if self.launcher is None or not self.claims:
+            time.sleep(0.5)
+        elif (ended := self.launcher.poll(0.5)) is not None:
+            self._ended(ended, stopping=False)
+        self._beat()
+
+    def _bear(self, error: OSError) -> None:
+        """Go on although the storage fails, for as long as others wait for a sign of life."""
+        self.failing = self.failing or time.monotonic()
+        if not may_pass(error) or time.monotonic() - self.failing > self.queue.expires:
+            raise error
+        time.sleep(0.5)
+        self._beat()
+
+    def _leave(self) -> None:
+        """End what is being trained; only then may others have the runs."""
+        if self.launcher is not None:
+            self.launcher.close()
+        for claim, _ in self.claims.values():
+            with contextlib.suppress(OSError):
+                claim.end("released")
 
     def _take_runs(self) -> None:
         while self.launcher is None or len(self.claims) < self.launcher.places:
@@ -98,24 +138,28 @@ class Worker:
             self._start(claim)
 
     def _start(self, claim: Claim) -> None:
+        try:
+            self._begin(claim)
+        except (UserError, OSError):  # another machine may be able to
+            self.claims.pop(claim.work, None)
+            claim.end("released")
+            raise
+
+    def _begin(self, claim: Claim) -> None:
         values = self.queue.read(claim.name)
         if values is None:
             self._end(claim, {"kind": "disk", "reason": notice("run.no_job").to_dict()})
             return
-        try:
-            self._check(values)
-        except UserError:
-            claim.end("released")  # another machine may be able to
-            raise
+        self._check(values)
         folder = self.root / values["folder"]
-        if self._has_result(folder):  # it was made twice, and counts once
-            self._end(claim, None)
-            return
+        # In this order: an earlier worker that wakes up now has handed its folder over before, or cannot.
         self.queue.bring_work(claim)
-        if not claim.work.exists() and folder.exists() and not is_locked(folder):
-            folder.rename(claim.work)  # what a study on one machine left unfinished
+        if has_result(folder):  # it was made twice, and counts once
+            self._end(claim, None)
+            shutil.rmtree(claim.work, ignore_errors=True)
+            return
         self.claims[claim.work] = (claim, folder)
-        if self._has_result(claim.work):  # its worker died before it could hand it over
+        if has_result(claim.work):  # its worker died before it could hand it over
             self._publish(claim.work)
         elif claim.lost >= MOST_LOST:
             del self.claims[claim.work]
@@ -158,39 +202,42 @@ class Worker:
                 "folder that all machines share, and start the study again"
             )
 
-    def _has_result(self, folder: Path) -> bool:
-        """Whether the study can use what is there: a result, or that the run must take the plain path."""
-        with contextlib.suppress(UserError):
-            record = read_record(folder) if folder.exists() else None
-            return record is not None and (record.evaluated or record.fell_back)
-        return False
-
-    def _look(self) -> None:
-        """Wait a moment for a run to end, and renew the claims."""
-        if self.launcher is None or not self.claims:
-            time.sleep(0.5)
-        elif (ended := self.launcher.poll(0.5)) is not None:
-            self._ended(ended, stopping=False)
-        if time.monotonic() - self.beaten >= self.queue.expires / BEATS:
-            self.beaten = time.monotonic()
-            for work, (claim, folder) in list(self.claims.items()):
-                if not claim.beat():
-                    self._lose(work, folder)
+    def _beat(self) -> None:
+        """Renew the claims that are due."""
+        for work, (claim, folder) in list(self.claims.items()):
+            silent = self.queue.clock() - claim.beaten
+            if silent < self.queue.expires / BEATS:
+                continue
+            try:
+                mine = claim.beat()
+            except OSError as error:
+                if not may_pass(error):
+                    raise
+                mine = silent < self.queue.expires
+            if not mine:
+                self._lose(work, folder)
 
     def _ended(self, ended: EndedRun, stopping: bool) -> None:
+        try:
+            self._hand_over(ended, stopping)
+        except OSError:  # whoever takes the run next finds what it left
+            if ended.folder in self.claims:
+                self.claims.pop(ended.folder)[0].end("released")
+            raise
+
+    def _hand_over(self, ended: EndedRun, stopping: bool) -> None:
         claim, folder = self.claims[ended.folder]
-        if ended.kind is None or ended.kind in OUTCOMES or self._has_result(ended.folder):
+        if ended.kind is None or ended.kind in OUTCOMES or has_result(ended.folder):
             self._publish(ended.folder)
             return
         del self.claims[ended.folder]
         name = folder.relative_to(self.root / "runs")
-        reason = ended.reason or notice("study.no_reason")
+        reason = ended.reason or ended.told
         if stopping or ended.crowded or reason.code == "run.exit_stopped":  # it has saved a checkpoint
             self.say(f"gives back {name}: {reason}")
             claim.end("released")
             return
-        if ended.log is not None and ended.kind in ("process", "software", "device"):
-            reason = notice("run.see_log", reason=reason, log=ended.log)
+        reason = ended.told
         self.say(f"{name} failed: {reason}")
         self._end(claim, {"kind": ended.kind, "reason": reason.to_dict()})
 
@@ -202,15 +249,24 @@ class Worker:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            work.rename(folder)
+            self._move(work, folder)
         except FileNotFoundError:  # taken over after the claim had ended: its new worker finds the result
             return
+        self.say(f"finished {folder.relative_to(self.root / 'runs')}")
+        self.queue.close_job(claim, None)
+
+    def _move(self, work: Path, folder: Path) -> None:
+        """Move a result to its place, where one that is there already counts; anything else makes room."""
+        try:
+            work.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(work, ignore_errors=True)
-        self.say(f"finished {folder.relative_to(self.root / 'runs')}")
-        self.queue.close_job(claim, None)
+            if has_result(folder):
+                shutil.rmtree(work, ignore_errors=True)
+                return
+            self.say(f"{folder} held no result; moved to {set_aside(self.root, folder)}")
+            work.rename(folder)
 
     def _end(self, claim: Claim, answer: dict[str, Any] | None) -> None:
         if claim.end("finished"):
@@ -228,16 +284,27 @@ class Worker:
         if self.launcher is None:
             return
         self.launcher.stop()
-        end = time.monotonic() + STOP_PATIENCE
+        end = time.monotonic() + self.patience
         while self.claims and time.monotonic() < end:
             if (ended := self.launcher.poll(0.5)) is not None:
                 self._ended(ended, stopping=True)
-        for claim, _ in self.claims.values():
+            self._beat()
+        for work, (claim, folder) in list(self.claims.items()):
+            self.say(
+                f"gives back {folder.relative_to(self.root / 'runs')}: not saved in {self.patience:.0f} s"
+            )
+            self.launcher.drop(work)  # before another worker may train it
+            del self.claims[work]
             claim.end("released")
 
 
 def work(
-    root: Path, jobs: int | None, idle: float | None, expires: float, say: Callable[[str], None]
+    root: Path,
+    jobs: int | None,
+    idle: float | None,
+    expires: float,
+    say: Callable[[str], None],
+    patience: float = STOP_PATIENCE,
 ) -> None:
     """Train runs of the study in `root` until there is nothing left to do."""
     queue = Queue(root, worker_name(), expires)
@@ -249,4 +316,4 @@ def work(
         raise UserError(f"{root} was cancelled; oelm study --out {root} starts it again")
     with stopping(None) as stop:
         stop.patient = True
-        Worker(root, queue, jobs, say).run(stop, idle)
+        Worker(root, queue, jobs, say, patience).run(stop, idle)

@@ -1,7 +1,8 @@
 """A process that trains one run after another: importing torch once serves many runs.
 
 Jobs come as lines of JSON on standard input, answers go as lines of JSON to standard output. When the
-process that gives the jobs is gone, so is this one: a run is never trained by two at once.
+process that gives the jobs is gone, so is this one, and the processes of a run end with the one that launched
+them: a run is never trained by two at once.
 """
 
 import contextlib
@@ -79,7 +80,7 @@ def _launch(job: dict[str, Any]) -> None:
     told = False
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.json")
-        file.write_text(json.dumps(job), encoding="utf-8")
+        file.write_text(json.dumps(job | {"launched_by": os.getpid()}), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(job["processes"]), "-m", "oelm.study.worker", str(file)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -107,6 +108,17 @@ def _launch(job: dict[str, Any]) -> None:
     raise RunError(notice("run.exit_code", code=code), "process")
 
 
+def _watch(launched_by: int) -> None:
+    """End this process, one of several of a run, when torchrun or the worker that launched it is gone."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        torchrun = psutil.Process(os.getppid())
+        while torchrun.ppid() == launched_by and os.getppid() == torchrun.pid:
+            time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _read(jobs: "queue.Queue[dict[str, Any]]") -> None:
     for line in sys.stdin:
         jobs.put(json.loads(line))
@@ -118,7 +130,9 @@ def _read(jobs: "queue.Queue[dict[str, Any]]") -> None:
 def main() -> None:
     if len(sys.argv) > 1:  # one of several processes of one run
         job = Path(sys.argv[1])
-        answer = run(json.loads(job.read_text(encoding="utf-8")))
+        values = json.loads(job.read_text(encoding="utf-8"))
+        threading.Thread(target=_watch, args=(values["launched_by"],), daemon=True).start()
+        answer = run(values)
         write_json(job.with_name(f"answer-{os.environ['RANK']}"), answer)
         sys.exit({"completed": 0, "interrupted": REQUEUE}.get(answer["status"], 1))
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from oelm.config import RunConfig
 from oelm.study.design import StudyConfig
-from oelm.system.messages import Notice
+from oelm.system.messages import Notice, notice
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ class EndedRun:
     reason: Notice | None = None
     log: Path | None = None
     crowded: bool = False
+
+    @property
+    def told(self) -> Notice:
+        """The reason, and the log where it says more."""
+        reason = self.reason or notice("study.no_reason")
+        if self.log is not None and self.kind in ("process", "software", "device"):
+            return notice("run.see_log", reason=reason, log=self.log)
+        return reason
 
 
 class Launcher(ABC):

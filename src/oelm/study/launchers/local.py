@@ -103,10 +103,24 @@ class WorkerProcess:
     def close(self) -> None:
         assert self.process.stdin is not None
         if self.job:
-            self.process.kill()
+            self._kill()
         with contextlib.suppress(BrokenPipeError):  # it died before it had read its job
             self.process.stdin.close()
         self.process.wait()
+
+    def _kill(self) -> None:
+        """Kill the process and all that it has started: torchrun gives the processes of a run sessions of
+        their own. One that torchrun starts just now sees that this process is gone (`oelm.study.worker`)."""
+        import psutil
+
+        started = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(started, timeout=10)
 
 
 class LocalLauncher(Launcher):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
-from oelm.study.run_claims import Queue
-from oelm.study.work import job_values
+from oelm.study.run_claims import Queue, may_pass
+from oelm.study.work import has_result, job_values
 from oelm.system.messages import read_notice
+from oelm.training.status import is_locked
 
 
 class WorkersLauncher(Launcher):
@@ -32,19 +33,28 @@ class WorkersLauncher(Launcher):
         if not self.outstanding:
             self.queue.open()
         name = job_name(job, self.root)
-        self.queue.add(name, job_values(job, self.table, self.memory_bytes, self.root))
+        folder = job.folder
+        # In this order: once a run is not in the queue, no worker can put a result there any more.
+        left = not self.queue.has(name) and folder.exists() and not has_result(folder)
+        values = job_values(job, self.table, self.memory_bytes, self.root)
+        self.queue.add(name, values, folder if left and not is_locked(folder) else None)
         self.outstanding[name] = job
         return True
 
     def poll(self, seconds: float) -> EndedRun | None:
-        if not self.ended:
-            time.sleep(seconds)
-            waiting = set(self.queue.names())
-            self.ended = [name for name in self.outstanding if name not in waiting]
-        if not self.ended:
-            return None
-        name = self.ended.pop()
-        job, answer = self.outstanding.pop(name), self.queue.answer(name)
+        try:
+            if not self.ended:
+                time.sleep(seconds)
+                waiting = set(self.queue.names())
+                self.ended = [name for name in self.outstanding if name not in waiting]
+            if not self.ended:
+                return None
+            answer = self.queue.answer(self.ended[-1])
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            return None  # the shared storage fails: look again
+        job = self.outstanding.pop(self.ended.pop())
         if answer is None:
             return EndedRun(job.folder)
         return EndedRun(job.folder, str(answer["kind"]), read_notice(answer["reason"]))
