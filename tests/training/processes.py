@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ def config(**training: Any) -> dict[str, Any]:
     }
 
 
-def launch(processes: int, script: str, *words: Any, fails: bool = False) -> str:
-    """Run a script of this folder in so many processes; what it said."""
+def launch(processes: int, script: str, *words: Any, fails: bool = False, nodes: int = 1) -> None:
+    """Run a script of this folder in so many processes on each of so many nodes, all of them this machine."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -58,15 +59,29 @@ def launch(processes: int, script: str, *words: Any, fails: bool = False) -> str
         "PYTHONPATH": str(HERE.parents[1] / "src"),
     }
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*start, "--master-port", "0", "--standalone", str(HERE / script), *map(str, words)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode != 0) == fails, done.stderr[:6000]
-    return done.stderr
+    place = [["--standalone", "--master-port", "0"]]
+    if nodes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        place = [["--nnodes", str(nodes), "--node-rank", str(n), *address] for n in range(nodes)]
+    started = [
+        subprocess.Popen(
+            [*start, *here, str(HERE / script), *map(str, words)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for here in place
+    ]
+    try:
+        for process in started:
+            said = process.communicate(timeout=300)[1]
+            assert (process.returncode != 0) == fails, said[:6000]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def losses(run: Path) -> list[float]:

@@ -65,6 +65,8 @@ def runs(tmp_path_factory):
     missing = unfinished(root, "two", "missing", end=True)
     (missing / "checkpoints" / END / SHARDS[2]).unlink()
     launch(2, "shard_processes.py", root, "two-two", "one-two", "damaged", "missing", "killed")
+    unfinished(root, "two", "nodes")
+    launch(1, "shard_processes.py", root, "nodes", nodes=2)
     unfinished(root, "two", "two-three")
     unfinished(root, "stages", "stages-three")
     launch(3, "shard_processes.py", root, "two-three", "stages-three")
@@ -97,7 +99,7 @@ def test_resumed_with_another_number_of_processes(runs, run):
     oelm.audit(oelm.load(runs / run / "model"))
 
 
-@pytest.mark.parametrize("run", ["two-two", "killed", "damaged", "missing"])
+@pytest.mark.parametrize("run", ["two-two", "nodes", "killed", "damaged", "missing"])
 def test_resumed_with_the_same_number_it_is_the_unbroken_run_bit_for_bit(runs, run):
     assert losses(runs / run) == losses(runs / "two")
     weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("two", run)]
