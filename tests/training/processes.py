@@ -20,14 +20,19 @@ STAGES = {"freeze_at": 3, "polar": True, "unfreeze_at": [6, 9], "order": "top-do
 SCHEDULE = {"method": {"name": "top-1", "freeze_schedule": STAGES}}
 
 
-def make_store(root: Path) -> Store:
-    """Texts of very unequal length whose label is in their words, prepared as `root/store`."""
+def rows(n: int) -> str:
+    """Texts of very unequal length whose label is in their words."""
     draw = random.Random(0)
     lines = ["text,label"]
-    for i in range(240):
+    for i in range(n):
         words = [draw.choice(GOOD if i % 2 else BAD) for _ in range(draw.choice([1, 2, 5, 30]))]
         lines.append(f"{' '.join(words)} {i},{'pos' if i % 2 else 'neg'}")
-    (root / "texts.csv").write_text("\n".join(lines))
+    return "\n".join(lines)
+
+
+def make_store(root: Path) -> Store:
+    """Such texts, prepared as `root/store`."""
+    (root / "texts.csv").write_text(rows(240))
     choice = Choice(str(root / "texts.csv"), tokenizer="train:300", max_length=64)
     return copy_store(choice.store(cache=root / "cache"), root / "store")
 
@@ -50,14 +55,15 @@ def config(**training: Any) -> dict[str, Any]:
     }
 
 
-def launch(processes: int, script: str, *words: Any, fails: bool = False, nodes: int = 1) -> None:
-    """Run a script of this folder in so many processes on each of so many nodes, all of them this machine."""
+def launch(processes: int, script: str, *words: Any, fault: str = "", nodes: int = 1) -> None:
+    """Run a script of this folder in so many processes on each of so many nodes, all of them this machine. It
+    must fail with a `fault`, and only then."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",
         "PYTHONPATH": str(HERE.parents[1] / "src"),
-    }
+    } | ({"FAULT": fault} if fault else {})
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     place = [["--standalone", "--master-port", "0"]]
     if nodes > 1:
@@ -78,7 +84,7 @@ def launch(processes: int, script: str, *words: Any, fails: bool = False, nodes:
     try:
         for process in started:
             said = process.communicate(timeout=300)[1]
-            assert (process.returncode != 0) == fails, said[:6000]
+            assert (process.returncode != 0) == bool(fault), said[:6000]
     finally:
         for process in started:
             process.kill()

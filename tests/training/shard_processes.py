@@ -1,9 +1,10 @@
 """Started by test_shards with torchrun: trains the runs that are named, each as ROOT/NAME.json says.
 
-Every process writes which stored tensors it read whole. With KILL=n, the second process kills itself when it
-is about to write its shard number n.
+Every process writes which stored tensors it read whole. With FAULT=kill the second process kills itself when
+it is about to write its fourth shard, with FAULT=full its disk is full then.
 """
 
+import errno
 import json
 import os
 import signal
@@ -31,8 +32,10 @@ def watched(self, name):  # type: ignore[no-untyped-def]
 
 def deadly(tensors, path, metadata):  # type: ignore[no-untyped-def]
     written.append(path)
-    if state.process_index == 1 and len(written) == int(os.environ.get("KILL", "0")):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if state.process_index == 1 and len(written) == 4 and "FAULT" in os.environ:
+        if os.environ["FAULT"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, "No space left on device")
     save_file(tensors, path, metadata)
 
 

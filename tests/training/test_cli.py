@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oelm.inference.trained import Trained
 from tests.command_line import caller
-from tests.training.test_parallel import rows
+from tests.training.processes import rows
 
 
 @pytest.fixture(scope="module")

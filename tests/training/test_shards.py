@@ -5,7 +5,6 @@ because gradients are summed in another order.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -19,10 +18,13 @@ from oelm.data import open_store
 from oelm.errors import UserError
 from oelm.training.checkpoint import Checkpoints, read_checkpoint
 from oelm.training.loop import train
+from tests.study.damage import FILES
 from tests.training.processes import SCHEDULE, config, launch, losses, make_store
 
 MIDDLE, END = "step-00000006", "step-00000012"
 SHARDS = [f"{kind}-0000{n}-of-00002.safetensors" for kind in ("model", "optimizer") for n in (1, 2)]
+
+FAULTS = {"killed": "kill", "full": "full"}
 
 
 def flip(path: Path) -> None:
@@ -48,23 +50,20 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("shards")
     store = make_store(root)
     ways = {"two": config(fsdp=True), "stages": config(fsdp=True) | SCHEDULE, "one": config(fsdp=True)}
-    for name, values in (ways | {"killed": ways["two"]}).items():
+    for name, values in (ways | dict.fromkeys(FAULTS, ways["two"])).items():
         (root / f"{name}.json").write_text(json.dumps(make_config(values).to_dict()))
     train(make_config(ways["one"]), store, root / "one", show=False)
     launch(2, "shard_processes.py", root, "two", "stages")
-    os.environ["KILL"] = "4"  # of the second checkpoint, after its model and before its optimizer
-    try:
-        launch(2, "shard_processes.py", root, "killed", fails=True)
-    finally:
-        del os.environ["KILL"]
-    shutil.copytree(root / "killed", root / "killed-then")
+    for name, fault in FAULTS.items():  # in the second checkpoint, after a model's shard
+        launch(2, "shard_processes.py", root, name, fault=fault)
+        shutil.copytree(root / name, root / f"{name}-then")
     unfinished(root, "two", "two-two")
     unfinished(root, "one", "one-two")
     damaged = unfinished(root, "two", "damaged", end=True)
     flip(damaged / "checkpoints" / END / SHARDS[1])
     missing = unfinished(root, "two", "missing", end=True)
     (missing / "checkpoints" / END / SHARDS[2]).unlink()
-    launch(2, "shard_processes.py", root, "two-two", "one-two", "damaged", "missing", "killed")
+    launch(2, "shard_processes.py", root, "two-two", "one-two", "damaged", "missing", *FAULTS)
     unfinished(root, "two", "nodes")
     launch(1, "shard_processes.py", root, "nodes", nodes=2)
     unfinished(root, "two", "two-three")
@@ -99,7 +98,7 @@ def test_resumed_with_another_number_of_processes(runs, run):
     oelm.audit(oelm.load(runs / run / "model"))
 
 
-@pytest.mark.parametrize("run", ["two-two", "nodes", "killed", "damaged", "missing"])
+@pytest.mark.parametrize("run", ["two-two", "nodes", "damaged", "missing", *FAULTS])
 def test_resumed_with_the_same_number_it_is_the_unbroken_run_bit_for_bit(runs, run):
     assert losses(runs / run) == losses(runs / "two")
     weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("two", run)]
@@ -140,6 +139,28 @@ def test_killed_between_two_shards_the_checkpoint_before_stays_valid(runs):
     assert not (folder / f".{END}.part" / SHARDS[3]).exists()
     assert read_checkpoint(folder / MIDDLE).state["step"] == 6
     assert not list((runs / "killed").rglob("*.part"))
+
+
+def test_a_full_disk_in_one_process_ends_all_and_loses_nothing(runs):
+    then = runs / "full-then"
+    assert record(then)["status"] == "failed" and record(then)["failure"] == {"kind": "disk"}
+    reason = record(then)["reason"]
+    assert reason["code"] == "run.unsaved" and reason["values"]["checkpoint"] == MIDDLE
+    assert "No space left on device" in reason["values"]["error"]
+    assert Checkpoints(then / "checkpoints", keep=2).names() == [MIDDLE]
+    assert not list(then.rglob("*.part"))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_shard_is_passed_over(runs, tmp_path, kind):
+    """However it is damaged, the checkpoint before is used."""
+    for file in SHARDS:
+        folder = shutil.copytree(runs / "two" / "checkpoints", tmp_path / file)
+        FILES[kind](folder / END / file)
+        checkpoints = Checkpoints(folder, keep=2)
+        found = checkpoints.load_last()
+        assert found is not None and found.state["step"] == 6
+        assert END in (said := str(checkpoints.problems[0])) and len(said.splitlines()) == 1
 
 
 def test_a_damaged_shard_is_refused_in_one_line(runs, tmp_path):

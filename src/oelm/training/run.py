@@ -113,8 +113,8 @@ def start_run(
         with _fitting(loaded):
             scaler = loaded.state.pop("scaler", {})
             progress = Progress.of(loaded.state)
-            before_now = int((progress.made_with or {}).get("processes", state.num_processes))
-            progress.tokens = progress.tokens * before_now // state.num_processes  # each counts its own
+            processes = int((progress.made_with or {}).get("processes", state.num_processes))
+            progress.tokens = progress.tokens * processes // state.num_processes  # each counts its own
     if progress.plain_from is None:
         step = make_step(resolved, objective, raw, state, progress.watch)
     else:
