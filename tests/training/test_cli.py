@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oelm.inference.trained import Trained
 from tests.command_line import caller
-from tests.training.test_parallel import rows
+from tests.training.processes import rows
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_mistakes(oelm_cli, run, world, words, message):
 
 def test_what_cannot_start_does_not_cost_the_run_it_was_to_replace(oelm_cli, run):
     before = (run / "results.json").read_text()
-    for setting in ("training.fsdp=true", "training.trackers=['wandb']"):
+    for setting in ("training.accumulate=999", "training.trackers=['wandb']"):
         code, _, err = oelm_cli(*TRAIN, "--out", run, "--overwrite", "--set", setting)
         assert code == 2, err
         assert (run / "results.json").read_text() == before

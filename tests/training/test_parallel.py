@@ -1,11 +1,6 @@
 """One process, two processes, two micro-batches, sharded: the same losses, step by step."""
 
 import json
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,57 +8,19 @@ from safetensors.torch import load_file
 
 import oelm
 from oelm.config import make_config
-from oelm.data import Choice
-from oelm.data.writer import copy_store
+from oelm.training.checkpoint import read_checkpoint
 from oelm.training.loop import train
-
-ROOT = Path(__file__).parents[2]
-GOOD, BAD = ["fine", "lovely", "great", "bright"], ["dull", "poor", "weak", "grey"]
-
+from tests.training.processes import SCHEDULE, config, launch, losses, make_store
 
 BY_ROLE = {"lr_scale": {"ffn_in": 0.5, "embeddings": 0.1}, "weight_decay_scale": {"v": 9.0}}
 LEARNED = {"name": "oelm-lora", "qk_scale": "head", "freeze_ratio": 0.3}
-
-# Trained, frozen with a polar factor, unfrozen layer by layer: DDP must wrap the model at every stage.
-STAGES = {"freeze_at": 3, "polar": True, "unfreeze_at": [6, 9], "order": "top-down", "warmup": 2}
-SCHEDULE = {"method": {"name": "top-1", "freeze_schedule": STAGES}}
-
-
-def rows(n: int) -> str:
-    """Texts of very unequal length whose label is in their words."""
-    draw = random.Random(0)
-    lines = ["text,label"]
-    for i in range(n):
-        words = [draw.choice(GOOD if i % 2 else BAD) for _ in range(draw.choice([1, 2, 5, 30]))]
-        lines.append(f"{' '.join(words)} {i},{'pos' if i % 2 else 'neg'}")
-    return "\n".join(lines)
-
-
-def config(**training):
-    fields = {
-        "lr": 1e-3,
-        "steps": 12,
-        "batch_size": 12,
-        "eval_every": 6,
-        "save_every": 6,
-        "log_every": 1,
-        "seed": 1,
-    }
-    return {
-        "task": {"data": "store", "max_length": 64},
-        "model": {"name": "gpt-tiny"},
-        "method": {"name": "oelm"},
-        "training": fields | {"seed": 1} | training,
-    }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """All ways of running it: alone here, and the others together in one pair of processes."""
     root = tmp_path_factory.mktemp("parallel")
-    (root / "texts.csv").write_text(rows(240))
-    choice = Choice(str(root / "texts.csv"), tokenizer="train:300", max_length=64)
-    store = copy_store(choice.store(cache=root / "cache"), root / "store")
+    store = make_store(root)
     xl = {"num_layers": 48, "num_heads": 25, "d_model": 50, "d_ff": 64, "num_labels": 2}
     deep = oelm.OelmGPTConfig(vocab_size=store.vocab_size, max_position_embeddings=64, **xl)
     oelm.OelmGPTForSequenceClassification(deep).save_pretrained(root / "deep")
@@ -82,33 +39,13 @@ def runs(tmp_path_factory):
             ways[name] = config(fsdp=way == "fsdp") | SCHEDULE
     for name, values in ways.items():
         (root / f"{name}.json").write_text(json.dumps(make_config(values).to_dict()))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "1",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
-    script = Path(__file__).with_name("two_processes.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    done = subprocess.run(
-        [*launch, "--standalone", str(script), str(root)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[:6000]
+    launch(2, "two_processes.py", root)
     by_role = config(**BY_ROLE) | {"method": LEARNED}
     alone = {"alone": config(), "alone-accumulate": config(accumulate=2), "alone-roles": by_role}
     alone["alone-stages"] = config() | SCHEDULE
     for name, values in alone.items():
         train(make_config(values), store, root / name, show=False)
     return root
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
 @pytest.mark.parametrize("way", ["alone-accumulate", "ddp", "ddp-accumulate", "fsdp", "fsdp-accumulate"])
@@ -145,7 +82,7 @@ def test_rates_by_role_a_share_that_is_frozen_and_what_is_learned_beside_it(runs
     audits = [json.loads((runs / name / "freeze_audit.json").read_text()) for name in ("alone-roles", way)]
     assert audits[0] == audits[1] and audits[0]["frozen_parameters"] > 0
     steps = [runs / name / "checkpoints" / "step-00000012" for name in ("alone-roles", way)]
-    alone, other = (load_file(step / "model.safetensors") for step in steps)
+    alone, other = (read_checkpoint(step).model for step in steps)
     assert sum("learned_scale" in name for name in alone) == 2
     assert sum("learned_up" in name for name in alone) == 4
     for name, value in alone.items():
@@ -193,13 +130,6 @@ def test_gpt2_xls_depth_trains_sharded_with_checkpointing(runs):
     assert results["status"] == "completed"
     assert results["parameters"]["frozen"] == 48 * 2 * 50 * 50
     oelm.audit(oelm.load(runs / "fsdp-deep" / "model"))
-
-
-def test_sharding_needs_processes(runs, tmp_path):
-    from oelm.data import open_store
-
-    with pytest.raises(oelm.UserError, match="start with torchrun"):
-        train(make_config(config(fsdp=True)), open_store(runs / "store"), tmp_path / "x", show=False)
 
 
 def test_a_batch_too_small_for_all_is_refused(runs, tmp_path):

@@ -250,7 +250,6 @@ def test_a_disk_that_fills_up_is_noticed_before_a_save(
     ("changes", "message"),
     [
         ({"trackers": ["nonsense"]}, "unknown tracker 'nonsense'"),
-        ({"fsdp": True}, "torchrun"),
         ({"batch_size": 1}, "too few for"),
     ],
 )

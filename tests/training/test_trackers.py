@@ -9,7 +9,7 @@ import oelm
 from oelm.config import make_config
 from oelm.data import Choice
 from oelm.training.loop import train
-from tests.training.test_parallel import config, rows
+from tests.training.processes import config, rows
 
 
 class Recorder(tracking.GeneralTracker):

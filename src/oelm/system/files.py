@@ -109,8 +109,13 @@ def delete(path: Path) -> None:
 def sync_files(folder: Path) -> None:
     """Write every file of this folder to the disk, so that it is complete after a power cut."""
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Write a file to the disk, so that it is complete after a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

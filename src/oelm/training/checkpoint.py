@@ -6,29 +6,37 @@
                              /state.json             where the run stood
                              /checksums.json         SHA-256 of the three
 
+A model that is sharded over processes (FSDP2) is saved in shards, one of model and optimizer per process:
+`shards.py`. Any number of processes, one too, reads either form.
+
 A folder gets its name only when all of it is on disk, so one that can be seen was written whole. The index
 is for readers: what is last and best follows from the folders and their states, and a run that was killed
 before the index was written puts it right when it resumes.
 """
 
+import functools
 import re
 import shutil
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from oelm.data.manifest import sha256
 from oelm.errors import RunError, UserError
 from oelm.system.files import delete, read_json, sync_files, sync_folder, write_json
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import Notice, notice
+from oelm.training.parallel import everyone
+from oelm.training.shards import Rows, Stored, local, sharded_files, stored_rows, write_shards
 
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)
@@ -39,40 +47,42 @@ Tensors = dict[str, Tensor]
 # By the name of their weights, embeddings whose parameter holds only the rows in use, as
 # `speed.live_rows.LiveEmbedding` does; a checkpoint holds all rows.
 Short = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds, in memory."""
+    """What a checkpoint holds: in memory, or read from its files when asked for."""
 
-    model: Tensors
-    optimizer: Tensors
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     state: dict[str, Any]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor on the CPU; a shard is gathered, so every process must ask."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().to("cpu", copy=True).contiguous()
+    rows: Rows = field(default_factory=dict)  # of a sharded model: which of them these are
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) -> tuple[Tensors, Tensors]:
-    """Every parameter, and every moment of those that have any, by name."""
+    """Every parameter, and every moment of those that have any, by name. Of a sharded model, the rows that
+    this process holds."""
     parameters, moments = {}, {}
     for name, parameter in model.named_parameters():
-        value, rows = whole(parameter), short.get(name)
+        value, rows = local(parameter), short.get(name)
         parameters[name] = rows.widened(value, rows.aside) if rows else value
         for key, moment in optimizer.state.get(parameter, {}).items():
-            value = whole(torch.as_tensor(moment))
+            value = local(torch.as_tensor(moment))
             moments[f"{name}/{key}"] = rows.widened(value) if rows and value.dim() else value
     return parameters, moments
 
 
-def full_state(model: nn.Module) -> Tensors:
-    """The state dict as a whole model would give it; what is tied stays one tensor."""
+def full_state(model: nn.Module, keep: bool = True) -> Tensors:
+    """The state dict as a whole model would give it; what is tied stays one tensor. Every process must ask;
+    one that does not `keep` it gets an empty one, and holds one whole tensor at a time."""
     values = model.state_dict(keep_vars=True)
-    tensors = {id(value): whole(value) for value in {id(v): v for v in values.values()}.values()}
-    return {name: tensors[id(value)] for name, value in values.items()}
+    tensors: dict[int, Tensor] = {}
+    for value in {id(v): v for v in values.values()}.values():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            tensors[id(value)] = full.detach().to("cpu", copy=True).contiguous()
+    return {name: tensors[id(value)] for name, value in values.items()} if keep else {}
 
 
 def restore(
@@ -82,63 +92,118 @@ def restore(
     names = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in names.items():
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(stored_rows(checkpoint.model, name, parameter))
+                continue
             value, rows = checkpoint.model[name], short.get(name)
-            parameter.copy_(_like(rows.narrowed(value) if rows else value, parameter))
+            parameter.copy_((rows.narrowed(value) if rows else value).to(parameter.device))
     if optimizer is None:
         return
     # A fused AdamW keeps its step counts beside the parameters, the plain one on the CPU.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    for key, value in checkpoint.optimizer.items():
+    for key in checkpoint.optimizer:
         name, _, moment = key.rpartition("/")
         parameter, rows = names[name], short.get(name)
-        value = rows.narrowed(value) if rows and value.dim() else value
-        placed = value if moment == "step" and not on_device else _like(value, parameter)
         state = optimizer.state[parameter]
+        if isinstance(parameter, DTensor) and moment != "step":
+            state.setdefault(moment, torch.zeros_like(parameter, requires_grad=False))
+            state[moment].to_local().copy_(stored_rows(checkpoint.optimizer, key, parameter))
+            continue
+        value = checkpoint.optimizer[key]
+        value = rows.narrowed(value) if rows and value.dim() else value
+        placed = value if moment == "step" and not on_device else value.to(parameter.device)
         if moment in state:  # where it is, it may be part of a recorded step
             state[moment].copy_(placed)
         else:  # a copy: what is read from a file may still be that file, and checkpoints are deleted in time
             state[moment] = placed.clone()
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    if hasattr(parameter, "full_tensor") and value.dim():
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(parameter.device, parameter.dtype)
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-    return value.to(parameter.device)
-
-
 class Checkpoints:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    """The checkpoints of a run. With several processes, all of them must ask for what is loaded."""
+
+    def __init__(self, folder: Path, keep: int, state: PartialState | None = None) -> None:
+        self.folder, self.keep, self.state = folder, keep, state
         self.problems: list[Notice] = []  # broken checkpoints met while looking for a good one
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint and drop those no longer kept. A failure leaves all that was there intact."""
+        """Write a checkpoint and drop those no longer kept. A failure leaves all that was there intact. One
+        process writes a whole one; every process writes its part of one in shards."""
+        if checkpoint.rows:
+            self._save_shards(checkpoint)
+            return
         step = checkpoint.state["step"]
-        name = _name(step)
-        beside = self.folder / f".{name}.part"
+        beside = self._beside(step)
         delete(beside)
-        self.check_space(sum(t.nbytes for t in (*checkpoint.model.values(), *checkpoint.optimizer.values())))
+        self.check_space(_size(checkpoint))
         try:
             beside.mkdir()
-            save_file(checkpoint.model, beside / MODEL)
-            save_file(checkpoint.optimizer, beside / OPTIMIZER)
-            write_json(beside / STATE, checkpoint.state)
-            write_json(beside / SUMS, {name: sha256(beside / name) for name in FILES})
-            sync_files(beside)
-            self._drop(self.folder / name)  # the same step, found broken when the run resumed
-            beside.rename(self.folder / name)
-            sync_folder(self.folder)
-            write_json(self.folder / "index.json", _index(checkpoint.state))
+            save_file(dict(checkpoint.model), beside / MODEL)
+            save_file(dict(checkpoint.optimizer), beside / OPTIMIZER)
+            self._complete(checkpoint.state, {name: sha256(beside / name) for name in (MODEL, OPTIMIZER)})
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
             if is_out_of_memory(error):
                 raise
-            reason = notice("run.unsaved", step=step, error=first_line(error), checkpoint=self.last())
-            raise RunError(reason, "disk", notice("advice.free_space")) from None
+            raise RunError(self._unsaved(step, error), "disk", notice("advice.free_space")) from None
         self._prune(checkpoint.state)
+
+    def _beside(self, step: int) -> Path:
+        return self.folder / f".{_name(step)}.part"
+
+    def _unsaved(self, step: int, error: BaseException) -> Notice:
+        return notice("run.unsaved", step=step, error=first_line(error), checkpoint=self.last())
+
+    def _complete(self, state: dict[str, Any], sums: dict[str, str]) -> None:
+        """Give a folder that holds all tensors its state, its checksums and its name."""
+        name, beside = _name(state["step"]), self._beside(state["step"])
+        write_json(beside / STATE, state)
+        write_json(beside / SUMS, sums | {STATE: sha256(beside / STATE)})
+        sync_files(beside)
+        self._drop(self.folder / name)  # the same step, found broken when the run resumed
+        beside.rename(self.folder / name)
+        sync_folder(self.folder)
+        write_json(self.folder / "index.json", _index(state))
+
+    def _save_shards(self, checkpoint: Checkpoint) -> None:
+        """Each process writes the rows that it holds; the first one makes the folder, and gives it its name
+        when every shard is on disk."""
+        assert self.state is not None
+        state, number, of = checkpoint.state, self.state.process_index, self.state.num_processes
+        beside, tensors = self._beside(state["step"]), (checkpoint.model, checkpoint.optimizer)
+        size = sum(everyone(_size(checkpoint), self.state))
+
+        def begin() -> None:
+            delete(beside)
+            self.check_space(size)
+            beside.mkdir()
+
+        self._together(state["step"], begin, first_only=True)
+        write = functools.partial(write_shards, beside, number, of, tensors, checkpoint.rows)
+        sums = {name: value for part in self._together(state["step"], write) for name, value in part.items()}
+        complete = functools.partial(self._complete, state, sums)
+        self._together(state["step"], complete, first_only=True)
+        if number == 0:
+            self._prune(state)
+
+    def _together(self, step: int, action: Callable[[], T], first_only: bool = False) -> list[T]:
+        """What the action returned in each process. Where one of them fails, all raise its RunError: none is
+        left waiting for the others."""
+        assert self.state is not None
+        number, value, failure = self.state.process_index, None, None
+        try:
+            value = action() if number == 0 or not first_only else None
+        except RunError as error:
+            failure = (error.notice, error.kind, error.advice)
+        except (OSError, SafetensorError, MemoryError) as error:
+            memory = is_out_of_memory(error)
+            advice = notice("advice.accumulate" if memory else "advice.free_space")
+            failure = (self._unsaved(step, error), "memory" if memory else "disk", advice)
+        values, failures = zip(*everyone((value, failure), self.state), strict=True)
+        if failed := next(filter(None, failures), None):
+            if number == 0:
+                shutil.rmtree(self._beside(step), ignore_errors=True)
+            raise RunError(*failed)
+        return list(values)
 
     def names(self) -> list[str]:
         """The checkpoints on disk, oldest first."""
@@ -150,9 +215,9 @@ class Checkpoints:
 
     def load_last(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; broken ones are reported in `problems` and passed over."""
-        for name in reversed(self.names()):
+        for name in reversed(everyone(self.names(), self.state)[0]):
             try:
-                checkpoint = read_checkpoint(self.folder / name)
+                checkpoint = read_checkpoint(self.folder / name, self.state)
             except UserError as error:
                 self.problems.append(notice("checkpoint.use_previous", problem=error.notice))
                 continue
@@ -170,7 +235,7 @@ class Checkpoints:
         if best is None or best["step"] == state["step"]:
             return
         try:
-            _check(self.folder / _name(best["step"]))
+            _agreed(functools.partial(_check, self.folder / _name(best["step"]), self.state), self.state)
         except UserError as error:
             self.problems.append(notice("checkpoint.best_lost", problem=error.notice, step=state["step"]))
             final = state["final"]
@@ -184,7 +249,7 @@ class Checkpoints:
 
     def load(self, step: int) -> Checkpoint:
         try:
-            return read_checkpoint(self.folder / _name(step))
+            return read_checkpoint(self.folder / _name(step), self.state)
         except UserError as error:
             raise RunError(error.notice, "disk", notice("advice.resume")) from None
 
@@ -223,13 +288,37 @@ def _index(state: dict[str, Any]) -> dict[str, str]:
     return {"last": _name(state["step"])} | ({"best": _name(best["step"])} if best else {})
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint whose checksums are right; anything else is a UserError that says what is wrong."""
-    _check(path)
+def _size(checkpoint: Checkpoint) -> int:
+    return sum(t.nbytes for t in (*checkpoint.model.values(), *checkpoint.optimizer.values()))
+
+
+def read_checkpoint(path: Path, state: PartialState | None = None) -> Checkpoint:
+    """A checkpoint whose checksums are right; anything else is a UserError that says what is wrong. Several
+    processes share the work of checking, and all come to the same result."""
+    shards = _agreed(lambda: _check(path, state), state)  # by all, before one opens what another has checked
+    return _agreed(lambda: _read(path, shards), state)
+
+
+def _agreed(action: Callable[[], T], state: PartialState | None) -> T:
+    """What the action returns; where it raises a UserError in one process, all raise it."""
+    try:
+        value, problem = action(), None
+    except UserError as error:
+        value, problem = None, error.notice
+    if problems := [*filter(None, everyone(problem, state))]:
+        raise UserError(problems[0]) from None
+    return value  # type: ignore[return-value]
+
+
+def _read(path: Path, shards: list[str]) -> Checkpoint:
     try:
         state = read_json(path / STATE)
         if not isinstance(state, dict) or _name(state["step"]) != path.name:
             raise UserError(notice("checkpoint.other_state", file=STATE))
+        if shards:
+            half = len(shards) // 2
+            parts = [[path / name for name in names] for names in (shards[:half], shards[half:])]
+            return Checkpoint(Stored(parts[0]), Stored(parts[1]), state)
         return Checkpoint(load_file(path / MODEL), load_file(path / OPTIMIZER), state)
     except (UserError, SafetensorError, KeyError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
@@ -237,22 +326,27 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise _broken(path, error.notice if isinstance(error, UserError) else first_line(error)) from None
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, state: PartialState | None) -> list[str]:
+    """Check this process's share of the files; returns the shards' names, none for a whole checkpoint."""
     try:
         sums = read_json(path / SUMS)
     except UserError as error:
         raise _broken(path, error.notice) from None
-    if not isinstance(sums, dict) or sorted(sums) != sorted(FILES):
+    shards = sharded_files([*sums]) if isinstance(sums, dict) else []
+    files = [*shards, STATE] if shards else list(FILES)
+    if not isinstance(sums, dict) or sorted(sums) != sorted(files):
         raise _broken(path, notice("checkpoint.no_files", file=SUMS))
-    for name, recorded in sums.items():
+    first, every = (state.process_index, state.num_processes) if state else (0, 1)
+    for name in files[first::every]:
         try:
             if not stat.S_ISREG((path / name).stat().st_mode):  # a pipe would be waited for
                 raise _broken(path, notice("checkpoint.irregular", file=name))
             actual = sha256(path / name)
         except OSError as error:
             raise _broken(path, notice("checkpoint.unreadable", file=name, error=error.strerror)) from None
-        if actual != recorded:
+        if actual != sums[name]:
             raise _broken(path, notice("checkpoint.checksum", file=name))
+    return shards
 
 
 def _broken(path: Path, problem: Notice | str) -> UserError:

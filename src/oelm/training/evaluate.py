@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oelm.data.assemble import PADDED, Layout
 from oelm.data.tasks.base import Measured, Objective
-from oelm.training.parallel import process_state, reshard
+from oelm.training.parallel import everyone, process_state, reshard
 
 Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
@@ -57,9 +56,7 @@ def evaluate(
     reshard(model)
     loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0  # in float64, batch after batch
     joined = {key: _joined(values) for key, values in collected.items()}
-    parts = [(loss_sum, count, joined)] * state.num_processes
-    if state.num_processes > 1:
-        dist.all_gather_object(parts, parts[0])
+    parts = everyone((loss_sum, count, joined), state)
     keys = parts[0][2]
     arrays = {key: np.concatenate([part[2][key] for part in parts if part[2]]) for key in keys}
     order = np.argsort(arrays.pop("order"), kind="stable")

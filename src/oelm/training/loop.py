@@ -32,6 +32,7 @@ from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
+from oelm.training.shards import rows_of
 from oelm.training.step_clock import StepClock
 from oelm.training.stopping import stopping
 
@@ -300,11 +301,13 @@ def _watch_chance(run: Run, split: str, n: int) -> None:
 
 
 def _capture(run: Run) -> Checkpoint:
-    """Audit, then take all that a checkpoint holds. Every process takes part: shards are gathered."""
+    """Audit, then take all that a checkpoint holds: of a sharded model, this process's part. Every process
+    takes part."""
     audit(run.step.raw, run.before)
     model, moments = run.step.capture()
     # The step before may have had a finite gradient and still thrown the weights out of range.
-    spoilt = next((name for name, value in model.items() if not value.isfinite().all()), None)
+    bad = next((name for name, value in model.items() if not value.isfinite().all()), None)
+    spoilt = next(filter(None, parallel.everyone(bad, run.state)), None)
     if spoilt is not None:
         values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
         raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
@@ -314,15 +317,15 @@ def _capture(run: Run) -> Checkpoint:
     state = asdict(run.progress) | {"scaler": run.step.scaler.state_dict()}
     if record := run.step.freezing.record:
         state["freezing"] = record
-    return Checkpoint(model, moments, state)
+    return Checkpoint(model, moments, state, rows_of(run.step.raw))
 
 
 def _save(run: Run) -> None:
     """Write a checkpoint, and before it the best one where that was held back."""
     checkpoint = _capture(run)
-    if run.main:
-        if run.held is not None and run.held.state["step"] < run.progress.step:
-            run.checkpoints.save(run.held)
+    if run.held is not None and run.held.state["step"] < run.progress.step:
+        run.checkpoints.save(run.held)
+    if run.main or checkpoint.rows:
         run.checkpoints.save(checkpoint)
     run.held, run.saved_at = None, time.monotonic()
     run.state.wait_for_everyone()
@@ -341,8 +344,7 @@ def _finish(run: Run) -> dict[str, Any]:
     if training.test:
         watch = functools.partial(run.display.evaluating, "test")
         tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
-    # Every process takes part: shards are gathered.
-    weights = full_state(run.step.raw) if training.test else {}
+    weights = full_state(run.step.raw, keep=run.main) if training.test else {}
     if not run.main:
         return {}
     folder = run.folder

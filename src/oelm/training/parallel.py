@@ -118,6 +118,15 @@ def total(value: float, state: PartialState) -> float:
     return float(tensor)
 
 
+def everyone(value: Any, state: PartialState | None) -> list[Any]:
+    """Every process's value, in the order of the processes."""
+    if state is None or state.num_processes == 1:
+        return [value]
+    values = [value] * state.num_processes
+    dist.all_gather_object(values, value)
+    return values
+
+
 def anyone(flag: bool, state: PartialState) -> bool:
     return total(float(flag), state) > 0
 

@@ -54,8 +54,6 @@ def resolve_run(
     `objective` knows the prepared dataset and how its items are counted."""
     config = _with_model(config, device)
     training, store = config.training, objective.store
-    if training.fsdp and processes == 1:
-        raise UserError("training.fsdp shards over processes: start with torchrun or accelerate launch")
     precision, warning = resolve_precision(training.precision, device)
     plan = objective.plan("train", training.batch_size, training.batch_tokens, training.seed)
     plan.check(processes * training.accumulate)
@@ -73,6 +71,8 @@ def resolve_run(
         )
     warmup = warmup_steps(training.warmup, total)
     warnings = [warning, *store.warnings, large_vocabulary(str(config.model.name), objective)]
+    if training.fsdp and processes == 1:
+        warnings.append(notice("training.one_process"))
     if 2 * warmup > total:
         warnings.append(notice("training.long_warmup", warmup=warmup, steps=total))
     if config.task.data:

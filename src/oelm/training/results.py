@@ -35,8 +35,8 @@ SCHEMA = 4
 
 
 def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
-    """Memory, time and checkpoint size, before the first step; good to a factor of two. Time: 6 operations
-    per parameter and token at a third of the speed of a large matrix product here."""
+    """Memory of a process, time and checkpoint size, before the first step; good to a factor of two. Time: 6
+    operations per parameter and token at a third of the speed of a large matrix product here."""
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
     scheduled = unfreezing_groups(model, method) if (method := method_of(model)).schedule else {}
@@ -48,8 +48,9 @@ def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
         activations += on_device * text_config.vocab_size * 3 * 4
     else:
         multiplied -= model.get_input_embeddings().weight.numel()
+    sharers = run.processes if run.config.training.fsdp else 1
     return {
-        "memory_bytes": 4 * everything + 12 * trainable + activations,
+        "memory_bytes": (4 * everything + 12 * trainable) / sharers + activations,
         "time_s": 6 * multiplied * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
         "checkpoint_bytes": 4 * everything + 8 * trainable,
     }

@@ -106,13 +106,15 @@ def start_run(
     """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
     config, store = resolved.config, objective.store
     before = fingerprint(raw.to(state.device))
-    checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep, state)
     loaded = checkpoints.load_last()
     progress, scaler = Progress(), {}
     if loaded is not None:
         with _fitting(loaded):
             scaler = loaded.state.pop("scaler", {})
             progress = Progress.of(loaded.state)
+            processes = int((progress.made_with or {}).get("processes", state.num_processes))
+            progress.tokens = progress.tokens * processes // state.num_processes  # each counts its own
     if progress.plain_from is None:
         step = make_step(resolved, objective, raw, state, progress.watch)
     else:
