@@ -231,5 +231,7 @@ def demo(
     Example: oelm demo
     """
     from oelm.study.design import make_study, read_study
+    from oelm.study.report.view import Words
 
+    Words(lang)  # a language that does not exist must not cost a study
     conduct_and_report(make_study(read_study("demo"), "demo"), out, None, lang, as_json=False)
