@@ -1,6 +1,8 @@
 """What the command line shows: defaults in the help, completion in the shell, the end of a command."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,14 @@ import pytest
 from oelm.cli import show
 from oelm.cli.main import app
 from oelm.config import RunConfig
-from oelm.study.analysis import analyse
+from oelm.errors import UserError
+from oelm.study.analysis import analyse, unfinished
 from oelm.study.design import StudyConfig
+from oelm.study.kept_models import best_model
 from oelm.study.report import summary
+from oelm.system.files import delete
 from tests.command_line import caller
+from tests.study.report_folders import make_study
 
 
 def _help(verb: str) -> dict[str, str]:
@@ -67,8 +73,10 @@ def test_a_finished_run_says_where_it_is_and_what_is_next(tmp_path: Path) -> Non
     told = show.trained(results, tmp_path).splitlines()
     assert told[-2] == f"model    {tmp_path}/model"
     assert told[-1] == f"next     oelm predict {tmp_path} texts.txt; oelm report {tmp_path}"
-    measured["metrics"] |= {"perplexity": 9.5}
-    assert f"oelm generate {tmp_path}" in show.trained(results, tmp_path)
+    measured["metrics"] |= {"perplexity": 9.5}  # which an encoder-decoder has, too
+    for kind, verb in {"lm": "generate", "seq2seq": "predict", "classification": "predict"}.items():
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"task_kind": kind}))
+        assert f"next     oelm {verb} {tmp_path} " in show.trained(results, tmp_path)
 
 
 def test_evaluation_as_a_table_has_the_classes_by_name() -> None:
@@ -93,4 +101,42 @@ def test_the_status_of_a_study_is_its_summary(
     code, out, err = oelm_cli("status", folder)
     assert code == 0, err
     assert "completed" in out and summary(analyse(folder)) in out
-    assert out.splitlines()[-1].startswith(f"next     oelm study --out {folder}")
+    assert out.splitlines()[-1] == f"next     oelm report {folder}"  # nobody goes on with published records
+
+
+def test_only_an_unfinished_study_goes_on(tmp_path: Path) -> None:
+    folder = make_study(tmp_path / "s", items=40)
+    (folder / "runs").rename(tmp_path / "imdb")  # as studies have it: runs/TASK/METHOD/RUN
+    (folder / "runs").mkdir()
+    (tmp_path / "imdb").rename(folder / "runs" / "imdb")
+    analysis = analyse(folder)
+    assert not unfinished(analysis) and show.after_study(folder, analysis) == ""
+    runs = sorted(path.parent for path in folder.glob("runs/*/*/*/results.json"))
+    measured = [run for run in runs if json.loads((run / "results.json").read_text())["test"]]
+    for run, value in zip(measured, (0.6, 0.9), strict=False):
+        results = json.loads((run / "results.json").read_text())
+        results["best"]["metrics"][results["metric"]] = value
+        (run / "results.json").write_text(json.dumps(results))
+        (run / "model").mkdir()
+        (run / "model" / "config.json").write_text(json.dumps({"task_kind": "lm"}))
+    assert show.after_study(folder, analysis) == f"oelm generate {folder} 'Once upon a time'"
+    assert best_model(folder).run == measured[1]
+    delete(measured[-1])
+    assert show.after_study(folder, analyse(folder)) == f"oelm study --out {folder} (goes on with it)"
+    for damage in ({}, {"best": None}, {"best": {"metrics": {}}}):
+        (measured[0] / "results.json").write_text(json.dumps(damage))
+        with pytest.raises(UserError, match=r"results\.json .*score"):
+            best_model(folder)
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("experiments",), "oelm experiments AGNews-baseline"), (("doctor",), "oelm demo"),
+    (("report", "results/ptb-pos"), "open the page in a browser"),
+])  # fmt: skip
+def test_the_end_of_a_command_says_what_is_next(words, told, monkeypatch, capsys, tmp_path):
+    root = Path(__file__).parent.parent
+    if words[0] == "report":
+        words = (words[0], shutil.copytree(root / words[1], tmp_path / "records"))
+    code, out, err = caller(monkeypatch, capsys)(*words)
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith(f"next     {told}")

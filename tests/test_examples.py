@@ -1,6 +1,5 @@
 """The examples run as they stand, and end with a passed audit."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ RUN = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path, ru
 
 @pytest.mark.parametrize("lightning", [False, True])
 def test_examples(lightning, tmp_path):
-    if lightning and importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
     paths = [path for path in EXAMPLES if ("lightning" in path.name) == lightning]
     words = [sys.executable, "-c", RUN, *map(str, paths)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,11 +57,24 @@ COMMANDS: dict[str, list[tuple[list[str], list[str]]]] = {  # group -> commands:
         (["data", "prepare", "d.jsonl", "--max-length", "24", "--out", "p", "--split-seed", "1"], OWN),
         (["data", "inspect", "d.parquet", "--kind", "classification", "--test-file", "d.csv"], OWN),
         (["data", "list", "--json"], []),
+        (["data", "inspect", "tales.txt", "--max-length", "16", *OWN], []),
+        (["train", "--data", "tales.txt", "--lm", *SMALL, "--max-length", "16", "--out", "new"], QUICK),
+    ],
+    "machines": [
+        (["work", "done", "--jobs", "1", "--expires", "5s"], ["--idle", "1s"]), (["doctor", "--json"], []),
+        (["demo", "--lang", "xx", "--out", "s"], ["--nothing"]), (["cancel", "done"], []),
+        (["bench", "--work", "lm", "--size", "gpt-tiny", "--max-length", "16", "--rounds", "1", "--steps",
+          "1", "--tokens-per-step", "32", "--leave-out", "x", "--json", "b.json"], ["--data", "nowhere"]),
+        (["bench", "--read", "b.json", "--chart", "b.svg"], []),
     ],
     "trained": [
         (["evaluate", "run", "--split", "test", "--max-length", "24"], []),
         (["evaluate", "run", "--data", "d.jsonl", "--test-file", "d.csv"], []),
         (["predict", "run", "lines.txt"], []),
+        (["predict", "run", "d.csv", "--text", "text", "--label", "label", "--out", "p.csv"], []),
+        (["predict", "done", "d.parquet", "--out", "p.jsonl"], []),
+        (["explain", "run", "done", "--texts", "2", "--lines", "lines.txt", "--out", "heads.html"], []),
+        (["explain", "done", "--split", "test", "--texts", "2", "--json"], []),
         (["generate", "run", "a text", "--tokens", "3", "--temperature", "1", "--top-k", "5"], []),
         (["audit", "run", "--json"], []),
         (["convert", "bert", "--method", "oelm", "--set", "method.gain=1.0", "--out", "new"], []),
@@ -87,6 +101,11 @@ FILES: dict[str, list[list[str]]] = {  # a file -> commands that read it
     "run/metrics.jsonl": [["logs", "run"], ["status", "run"]],
     "run/model/config.json": [["predict", "run", "lines.txt"], ["audit", "run"]],
     "run/freeze_audit.json": [["audit", "run"]],
+    "tales.txt": [["data", "inspect", "tales.txt", *OWN], ["predict", "run", "tales.txt"],
+                  ["train", "--data", "tales.txt", "--lm", *SMALL, *QUICK]],
+    "done/study.toml": [["predict", "done", "lines.txt"], ["status", "done"],
+                        ["work", "done", "--idle", "1s"]],
+    "done/runs/d/oelm/kept/results.json": [["predict", "done", "lines.txt"], ["report", "done"]],
 }  # fmt: skip
 
 TEXTS = [
@@ -209,6 +228,7 @@ def make_world(root: Path) -> None:
     (root / "d.csv").write_text("\n".join(["text,label", *(f"{row['text']},{row['label']}" for row in rows)]))
     (root / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "d.parquet")
+    (root / "tales.txt").write_text("\n\n".join(f"{row['text']} in a tale\nof two lines" for row in rows))
     (root / "lines.txt").write_text("a fine film\n\na dull film\n")
     task = '[task]\ndata = "d.csv"\ntokenizer = "train:300"\nmax_length = 24\n\n[model]\nname = "gpt-tiny"\n'
     training = "\n[training]\nbatch_size = 4\nwarmup = 0.1\nbetas = [0.9, 0.99]\n"
@@ -222,7 +242,16 @@ def make_world(root: Path) -> None:
     transformers.BertForSequenceClassification(config).save_pretrained(root / "bert")
     train_tokenizer([row["text"] for row in rows], 300).save_pretrained(root / "bert")
     os.mkfifo(root / "pipe")
+    os.mkfifo(root / "pipe.txt")
+    (root / "folder.csv").mkdir()
     (root / "data").mkdir()
+
+
+def make_done_study(root: Path) -> None:
+    """A study's folder with one kept model: the trained run."""
+    shutil.copytree(root / "run", root / "done" / "runs" / "d" / "oelm" / "kept")
+    shutil.copy(root / "study.toml", root / "done")
+    (root / "done" / "study.json").write_text('{"made": [], "imported": []}')
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +269,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         with pytest.raises(SystemExit) as ended:
             main()
         assert not ended.value.code
+        make_done_study(root)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
@@ -267,7 +297,7 @@ def problems(code: int, out: str, err: str, seconds: float, left: set[str]) -> I
         yield "not one line at the end"
     if told and len(told[0]) > 700:
         yield f"a line of {len(told[0])} characters"
-    if code == 2 and left:
+    if code in (1, 2) and left:
         yield f"left behind: {sorted(left)[:3]}"
 
 
@@ -298,6 +328,24 @@ def test_whatever_is_wrong_is_told_in_one_line(
             (world / group).write_bytes(content)
         assert before <= tree(world), f"{group} {number}: {words!r:.300}: files are gone"
     assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize("words", [
+    ["predict", "run", "/dev/zero"], ["predict", "done", "/dev/random"], ["predict", "run", "folder.csv"],
+    ["explain", "run", "--lines", "/dev/zero"], ["bench", "--read", "/dev/zero"],
+    ["train", "--config", "/dev/zero"], ["data", "inspect", "pipe.txt"],
+    ["study", "--profile", "/dev/zero", "--data", "d.csv"],
+    ["predict", "run", "d.csv", "--out", "no/p.csv"], ["explain", "run", "--out", "no/x.html"],
+    ["cancel", "run"], ["work", "nowhere"], ["doctor", "now"], ["demo", "--lang", "xx"],
+    ["bench", "--steps", "0"], ["bench", "--work", "sleep"], ["bench", "--data", "nowhere"],
+])  # fmt: skip
+def test_what_never_ends_or_is_not_there_is_refused_at_once(
+    words: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, began = tree(world), time.monotonic()
+    code, out, err = caller(monkeypatch, capsys)(*words)
+    seconds = time.monotonic() - began
+    assert code == 2 and not [*problems(code, out, err, seconds, tree(world) - before)], (code, err)
 
 
 if __name__ == "__main__":

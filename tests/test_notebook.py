@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.data.made import labelled
@@ -16,8 +18,6 @@ PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="ut
 
 @pytest.mark.slow
 def test_the_page_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
     labelled(tmp_path / "d.csv", 120)
     (tmp_path / "tales.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
     programs = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -193,3 +194,21 @@ def test_an_installed_wheel_works_outside_the_tree(tmp_path):
         env=environment,
     )
     assert done.stdout.startswith("oelm ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_sources_are_those_of_every_python_we_name(version):
+    """Every file compiles without a warning, in an interpreter of that version where there is one."""
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert f"Programming Language :: Python :: {version}" in names
+    versions = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    interpreter = next(map(str, versions), None) or shutil.which(f"python{version}")
+    if interpreter is None:
+        pytest.skip(f"no Python {version} here")
+    code = "import sys\nfor path in sys.argv[1:]:\n    compile(open(path, 'rb').read(), path, 'exec')"
+    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    files = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    done = subprocess.run([interpreter, "-W", "error", "-c", code, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(files) > 300

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import oelm
 from oelm.errors import UserError
 from oelm.inference import prediction
-from oelm.inference.prediction import Counts, chunks, lines_of, predict
+from oelm.inference.prediction import Counts, chunks, lines_of, open_lines, predict
 from oelm.inference.trained import reader_of
 from tests.data.made import WORDS, sentence, unigram_pieces, wordpiece
 from tests.training.language_models import tokenizer as byte_level
@@ -152,6 +152,16 @@ def test_lines_of_a_pipe_come_when_they_are_there():
         os.write(sink, b"o\n\n")
         threading.Timer(0.3, lambda: (os.write(sink, "drei ü".encode()), os.close(sink))).start()
         assert list(lines) == ["two", "", None, "drei ü"]
+
+
+def test_what_never_ends_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="is a device"):
+        next(open_lines(Path("/dev/zero")))
+    (tmp_path / "lines.txt").write_bytes(b"short\n" + b"x" * (3 << 20))
+    assert len([*open_lines(tmp_path / "lines.txt")]) == 2
+    monkeypatch.setattr(prediction, "LONGEST_LINE", 1 << 20)
+    with pytest.raises(UserError, match="line 2 is longer than 1 MiB"):
+        list(open_lines(tmp_path / "lines.txt"))
 
 
 @pytest.mark.slow

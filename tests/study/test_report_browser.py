@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from tests.study.report_folders import make_study
 pytestmark = pytest.mark.slow
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (360, 1280)
+WIDTHS = (360, 390, 1280)
 LONG = "a-task-with-a-name-longer-than-any-phone-is-wide-" * 3 + "<b>|$x$"
 
 # The page stands in frames of the widths asked for, for a browser's own window cannot be as narrow as a
@@ -30,6 +31,8 @@ function look(frame, width) {
     background: view.getComputedStyle(doc.body).backgroundColor,
     ink: view.getComputedStyle(doc.body).color,
     resources: view.performance.getEntriesByType("resource").length,
+    led: [...doc.querySelectorAll(".led tr")].map(
+      (row) => [...row.children].map((e) => e.getBoundingClientRect().left)),
     tables: [...doc.querySelectorAll(".scroll")].map((e) => e.getBoundingClientRect().right),
     figures: [...doc.querySelectorAll("figure svg")].map((svg) => ({
       box: shown(svg),
@@ -57,7 +60,8 @@ for (const width of widths) {
 def pages(tmp_path_factory):
     """Reports to look at: one task, several with hostile names, a language model."""
     if CHROMIUM is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on the PATH")
+        reason = "no chromium, chromium-browser or google-chrome on the PATH"
+        pytest.fail(reason) if os.environ.get("OELM_REQUIRE_CHROMIUM") else pytest.skip(reason)
     root = tmp_path_factory.mktemp("browser")
     several = ("imdb", LONG, "ag_news", "sst2")
     return {
@@ -101,6 +105,9 @@ def test_nothing_overflows_and_every_figure_is_drawn(pages, name, lang, scheme):
         assert page["client"] == page["width"] and page["scroll"] <= page["client"]
         assert page["resources"] == 0
         assert max(page["tables"]) <= page["client"]  # wide ones scroll inside their own box
+        assert len(page["led"]) >= 3
+        for lefts in page["led"]:  # the verdict, a row's last cell, comes first on a phone
+            assert lefts[-1] == (min if page["width"] <= 390 else max)(lefts) and len({*lefts}) == len(lefts)
         dark = sum(map(int, re.findall(r"\d+", page["background"])[:3])) < 3 * 128
         assert dark == (scheme == "dark")
         assert len(page["figures"]) >= 3

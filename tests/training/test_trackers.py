@@ -4,6 +4,7 @@ import json
 
 import pytest
 from accelerate import tracking
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import oelm
 from oelm.config import make_config
@@ -38,14 +39,13 @@ class Recorder(tracking.GeneralTracker):
 
 
 def test_tensorboard_has_what_the_log_has(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (tmp_path / "texts.csv").write_text(rows(120))
     small = {"model": "gpt-tiny", "tokenizer": "train:300", "max_length": 32, "steps": 4, "show": False}
     run = oelm.train(
         data=tmp_path / "texts.csv", **small, out=tmp_path / "run", tracker="tensorboard",
         set={"training.log_every": 1},
     )  # fmt: skip
-    found = events.EventAccumulator(str(tmp_path / "run" / "run")).Reload().Scalars("loss")
+    found = EventAccumulator(str(tmp_path / "run" / "run")).Reload().Scalars("loss")
     log = run.to_pandas().query("kind == 'train'")
     assert [entry.step for entry in found] == log["step"].tolist()
     assert [entry.value for entry in found] == pytest.approx(log["loss"].tolist())

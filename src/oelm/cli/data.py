@@ -46,13 +46,16 @@ def inspect(
     Examples: oelm data inspect my.csv --text body --label topic;
     oelm data inspect pairs.csv --text article --target summary
     """
-    from oelm.data import Choice
+    from oelm.data import TASKS, Choice
     from oelm.data.checks import describe, render
 
     choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
     store = choice.store(show_progress=not as_json)
     report = describe(store)
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
+    if not as_json:
+        option = "--task" if name in TASKS else "--data"
+        say(f"next     oelm train {option} {name}, or oelm study, with the same options")
 
 
 @app.command()

@@ -33,6 +33,8 @@ def doctor(as_json: options.AsJson = False) -> None:
         devices.append(found)
     record = environment(torch.device(names[0] if names else "cpu"), 1) | {"devices": devices}
     say(json.dumps(record) if as_json else _text(record))
+    if not as_json:
+        say("\nnext     oelm demo (some minutes); oelm train --data my.csv --text body --label topic")
 
 
 def _text(record: dict[str, Any]) -> str:

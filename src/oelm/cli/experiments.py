@@ -114,6 +114,10 @@ def _print_table(catalogue: "list[Experiment]") -> None:
     for experiment in catalogue:
         if experiment.variant_of:
             console.print(_variant(experiment))
+    first = catalogue[0].id
+    console.print(
+        f"next     oelm experiments {first} (recipe and figures); oelm train {first}", highlight=False
+    )
 
 
 def _variant(experiment: "Experiment") -> str:

@@ -91,8 +91,12 @@ def predict(
     else:
         count = write_table(out, watched(rows), names, schema and schema())
         note(f"{out}: {count:,} rows")
-    if table is not None and (compared := str(table.agreement)):
+    if table is None or table.reader.compared is None:
+        return
+    if compared := str(table.agreement):
         note(compared)
+    elif out is not None:
+        note("next     --label COLUMN compares the answers with a column of labels")
 
 
 @app.command()

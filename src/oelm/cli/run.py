@@ -142,6 +142,8 @@ def evaluate(
         columns = {key: value for key, value in columns.items() if value is not None}
         answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
     say(json.dumps(answer) if as_json else show.evaluated(answer))
+    if not as_json:
+        say(f"\nnext     {show.use_of(run, trained.folder)}")
 
 
 @app.command()

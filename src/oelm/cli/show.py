@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oelm.errors import UserError
+from oelm.system.files import read_object
 from oelm.system.messages import fill, read_notice
+
+if TYPE_CHECKING:
+    from oelm.study.result_types import Analysis
 
 
 def word(section: str, name: str) -> str:
@@ -30,26 +34,60 @@ def trained(results: dict[str, Any], folder: Path) -> str:
     if "published" in results:
         lines += _published(results["published"])
     lines.append(f"run      {folder}")
-    if (folder / "model").is_dir():
-        use = f"oelm generate {folder} 'Once upon a time'"
-        if "perplexity" not in measured["metrics"]:
-            use = f"oelm predict {folder} texts.txt"
-        lines += [f"model    {folder / 'model'}", f"next     {use}; oelm report {folder}"]
+    if (model := folder / "model").is_dir():
+        lines += [f"model    {model}", f"next     {use_of(folder, model)}; oelm report {folder}"]
     return "\n".join(lines)
 
 
 def study(folder: Path) -> str:
-    """A study's results so far and the command that goes on; empty where the folder is no study."""
+    """A study's results so far and what to do with it; empty where the folder is no study."""
     from oelm.study.analysis import analyse
+    from oelm.study.kept_models import is_study
     from oelm.study.report import summary
 
-    if not (folder / "study.toml").is_file():
+    if not is_study(folder):
         return ""
     try:
-        told = summary(analyse(folder))
+        analysis = analyse(folder)
     except UserError as error:  # nothing is measured yet
         return str(error)
-    return f"{told}\n\nnext     oelm study --out {folder} (goes on with it); oelm report {folder}"
+    return f"{summary(analysis)}\n\n{next_line(after_study(folder, analysis), f'oelm report {folder}')}"
+
+
+def after_study(folder: Path, analysis: "Analysis") -> str:
+    """The command that goes on with a study or, of a finished one, that uses its best model; empty where it
+    has none."""
+    from oelm.study.analysis import unfinished
+    from oelm.study.kept_models import kept_models
+    from oelm.training.predictions import is_published
+
+    if any(is_published(record.folder) for record in analysis.records[:1]):  # nobody goes on with these
+        return ""
+    if unfinished(analysis):
+        return f"oelm study --out {folder} (goes on with it)"
+    try:
+        models = kept_models(folder)
+    except UserError as error:
+        return str(error)
+    if not models:
+        return ""
+    several = len({model.task for model in models}) > 1
+    return use_of(models[0].run if several else folder, models[0].run / "model")
+
+
+def next_line(*commands: str) -> str:
+    return f"next     {'; '.join(filter(None, commands))}"
+
+
+def use_of(path: Path, model: Path) -> str:
+    """The command that uses a saved model, a study's or a run's, which is named by its `path`."""
+    from oelm.data.tasks import task_kind
+
+    config = model / "config.json"
+    kind = read_object(config).get("task_kind") if config.is_file() else None
+    if kind and task_kind(kind).reader is None:
+        return f"oelm generate {path} 'Once upon a time'"
+    return f"oelm predict {path} texts.txt"
 
 
 def _published(theirs: dict[str, Any]) -> list[str]:

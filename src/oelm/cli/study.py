@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.errors import RunError
 from oelm.system.messages import notice
 from oelm.system.terminal import say
@@ -85,6 +85,7 @@ def study(
         say(f"note: a verdict on {count} needs {fewest} seeds; {planned.looks[-1]} are planned", err=True)
     if dry_run:
         say(describe(planned, folder))
+        say("next     the same command without --dry-run")
     elif import_:
         import_records(planned, folder, import_)
     else:
@@ -107,6 +108,7 @@ def report(
     --publish writes the records instead, a few KB a run and without your paths; a report on them gives the
     same numbers. Examples: oelm report s; oelm report s --publish results/s
     """
+    from oelm.study.kept_models import is_study
     from oelm.study.request import report as write
 
     if to is not None:
@@ -118,6 +120,8 @@ def report(
         return
     say(result)
     say(f"\nreport   {result.written.markdown}\n         {result.html}")
+    use = show.after_study(folder, result.analysis) if is_study(folder) else ""
+    say(show.next_line("open the page in a browser", use))
 
 
 def publish_records(source: Path, to: Path, as_json: bool) -> None:
@@ -207,14 +211,12 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
         return
     say(result)
     say("")
-    models = sorted(out.glob("runs/*/*/*/model"))
-    for folder in models:
+    for folder in sorted(out.glob("runs/*/*/*/model")):
         say(f"model    {folder}")
     for name, reason in result.failed.items():
         say(f"failed   {name}: {reason}")
     say(f"report   {result.html}")
-    if models:
-        say(f"next     open the report in a browser; oelm predict {models[0].parent} texts.txt")
+    say(show.next_line("open the report in a browser", show.after_study(out, result.analysis)))
     if result.failed and not result.measured:
         raise RunError(notice("study.nothing_measured"))
 
@@ -229,5 +231,7 @@ def demo(
     Example: oelm demo
     """
     from oelm.study.design import make_study, read_study
+    from oelm.study.report.view import Words
 
+    Words(lang)  # a language that does not exist must not cost a study
     conduct_and_report(make_study(read_study("demo"), "demo"), out, None, lang, as_json=False)

@@ -1,6 +1,8 @@
 """Answers to lines of text: encoded ahead of the model, computed in batches by length, given in order."""
 
+import os
 import select
+import stat
 import sys
 import time
 from collections import deque
@@ -24,6 +26,7 @@ from oelm.training.step import fast_forward
 LINES, LETTERS = 8_192, 1 << 22  # of a chunk, at most: its items are sorted by length together
 CPU_TOKENS = 4_096  # of a batch: its caches hold them; four times as many take a fifth longer
 AHEAD = 2  # chunks that are encoded while the model computes another
+LONGEST_LINE = 1 << 26  # bytes
 PAUSE = 0.5  # seconds: lines that came before a pause, or that took longer to come, are answered at once
 
 
@@ -142,6 +145,11 @@ def open_lines(path: Path) -> Iterator[str | None]:
         raise UserError(f"{path}: CoNLL's columns are not lines of text; oelm evaluate compares its tags")
     try:
         with path.open("rb") as file:
+            kind = os.fstat(file.fileno()).st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+                raise UserError(
+                    f"{path} is a device, which may never end; name a file, or - for standard input"
+                )
             yield from lines_of(file)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -152,6 +160,9 @@ def lines_of(file: Any) -> Iterator[str | None]:
     number, rest, unanswered = 0, b"", False
     while block := file.read1(1 << 20):
         *lines, rest = (rest + block).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            most = f"{LONGEST_LINE >> 20} MiB"
+            raise UserError(f"line {number + len(lines) + 1} is longer than {most}; is this a file of texts?")
         for number, line in enumerate(lines, number + 1):  # noqa: B020
             yield _decoded(line, number)
         unanswered = unanswered or bool(lines)

@@ -55,6 +55,21 @@ def settled(analysis: Analysis) -> bool:
     return all(c.verdict in ("better", "worse", "equivalent") or _hopeless(c) for c in analysis.comparisons)
 
 
+def unfinished(analysis: Analysis) -> bool:
+    """Whether a study still needs runs, as far as its records tell."""
+    study = analysis.study
+    if study is None:
+        return False
+    if len(analysis.groups) < len(study.tasks):
+        return True
+    for group in analysis.groups:
+        runs = [*group.records, *(record for arm in group.arms.values() for record in arm.failures)]
+        done = {record.cell for record in runs if record.evaluated}
+        if group.matrix is None or not done.issuperset(group.matrix.needed):
+            return True
+    return study.table.until_decided and study.table.seeds < study.looks[-1] and not settled(analysis)
+
+
 def _hopeless(comparison: Comparison) -> bool:
     """Whether any number of seeds would leave this difference undecided on these test items."""
     interval = comparison.overall

@@ -6,6 +6,7 @@ from pathlib import Path
 from oelm.config import read_toml
 from oelm.errors import UserError
 from oelm.system.files import read_object
+from oelm.system.messages import notice
 from oelm.training.predictions import larger_is_better
 
 
@@ -23,14 +24,22 @@ class KeptModel:
 
 def kept_models(study: Path) -> list[KeptModel]:
     """The kept models of a study, those of a task together and the best first."""
-    models, chosen_by = [], read_toml(study / "study.toml").get("study", {}).get("metric")
-    for folder in sorted(study.glob("runs/*/*/*/model")):
-        results = read_object(folder.parent / "results.json")
-        best, metric = results["best"]["metrics"], chosen_by or results["metric"]
-        models.append(
-            KeptModel(folder.parent, results["task"], results["method"], metric, float(best[metric]))
-        )
+    table = read_toml(study / "study.toml").get("study")
+    chosen_by = table.get("metric") if isinstance(table, dict) else None
+    models = [_read(folder.parent, chosen_by) for folder in sorted(study.glob("runs/*/*/*/model"))]
     return sorted(models, key=lambda m: (m.task, -m.value if larger_is_better(m.metric) else m.value))
+
+
+def _read(run: Path, metric: str | None) -> KeptModel:
+    path = run / "results.json"
+    results = read_object(path)
+    try:
+        metric = metric or results["metric"]
+        value = float(results["best"]["metrics"][metric])
+        task, method = results["task"], results["method"]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(notice("file.damaged", path=path, problem=notice("value.no_score"))) from None
+    return KeptModel(run, str(task), str(method), str(metric), value)
 
 
 def is_study(folder: Path) -> bool:
