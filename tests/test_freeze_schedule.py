@@ -3,7 +3,9 @@
 import copy
 import multiprocessing
 import re
+import tomllib
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,13 @@ def test_what_makes_no_schedule_is_refused(values, problem):
         ({"unfreeze_at": 100}, 100, "is step 100, but the run ends after 100"),
         ({"freeze_at": 0.5, "unfreeze_at": 20}, 100, "is step 20 of 100, which is not after"),
         ({"unfreeze_at": [0.6, 0.3], "order": "top-down"}, 100, "list of growing points"),
+        ({"unfreeze_at": 0.5, "order": "top-down", "every": 30}, 100, "is due at step 110, but the run ends"),
+        ({"unfreeze_at": [0.4, 500], "order": "top-down"}, 100, "due at step 500, but the run ends"),
+        (
+            {"unfreeze_at": 0.2, "order": "bottom-up", "every": 20, "refreeze_at": 0.6},
+            100,
+            "step 60, but freeze_schedule.refreeze_at freezes them all after 60; 1 would never train",
+        ),
     ],
 )
 def test_a_run_that_never_gets_there_is_refused(values, total, problem):
@@ -118,8 +127,8 @@ def test_the_state_is_a_function_of_the_step(freeze, unfreeze, every, refreeze, 
         assert set(changes) <= set(spans) <= {*line.borders, None}
         if line.unfreeze and group:
             assert line.unfreeze[group] >= line.unfreeze[group - 1]
-    if refreeze is None and unfreeze is not None and every is None:
-        assert max(line.unfreeze) < total, "every layer has its turn"
+    if line.unfreeze:
+        assert max(line.unfreeze) < (line.refreeze or total), "every layer has its turn"
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "bart", "oelm-gpt"])
@@ -148,6 +157,14 @@ def test_the_presets_keep_q_and_k_frozen_for_four_fifths_of_the_steps():
                 assert frozen >= share * 1500
     assert "freeze_schedule" not in oelm.get_method("oelm").to_dict()
     assert Method.from_dict(oelm.get_method("oelm-unfreeze").to_dict()) == oelm.get_method("oelm-unfreeze")
+
+
+def test_the_pages_example_gives_every_layer_its_turn():
+    page = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
+    example = re.search(r"```toml\n(\[method\]\n.*?)```", page, re.DOTALL)[1]
+    schedule = Method.from_dict(tomllib.loads(example)["method"]).schedule
+    for layers in (6, 12):
+        schedule.check(layers, 1000)
 
 
 def test_the_report_counts_what_trains_now_and_at_the_end():

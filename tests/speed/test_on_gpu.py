@@ -159,7 +159,7 @@ def test_the_norm_of_a_sum(rows):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
+def step_of(method="oelm", steps=10**9, vocab=500, used=500, schedule=None, **training):
     """A step of training on some texts, and the batches to take it on."""
     from oelm.bench.load import made_texts
     from oelm.config import MethodConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig
@@ -175,7 +175,7 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     config = RunConfig(
         task=TaskConfig(max_length=128),
         model=ModelConfig(name="gpt-tiny"),
-        method=MethodConfig(name=method),
+        method=MethodConfig(name=method, freeze_schedule=schedule),
         training=TrainingConfig(
             steps=steps, batch_size=8, warmup=0, schedule="constant", lr=1e-4, **training
         ),
@@ -188,8 +188,8 @@ def step_of(method="oelm", steps=10**9, vocab=500, used=500, **training):
     return step, objective.plan("train", 8, None, 1).epoch(0)
 
 
-def trained(step, batches, steps):
-    return torch.stack([step.take(n, batches, n % len(batches))[0] for n in range(steps)]).cpu()
+def trained(step, batches, steps, first=0):
+    return torch.stack([step.take(n, batches, n % len(batches))[0] for n in range(first, steps)]).cpu()
 
 
 @pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only", "oelm-scale", "oelm-lora"])
@@ -222,6 +222,30 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(monkeypatch, determinis
         found.append((trained(step, batches, 40), step.capture()[0]))
         assert bool(step.graphed.graphs) == (graphs > 0)
         assert not graphs or len(step.graphed.graphs) >= len(step.graphed.met) - 1  # at their first meeting
+    (losses, weights), (others, other_weights) = found
+    assert torch.equal(losses, others)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_every_stage_of_a_schedule_is_recorded_anew(monkeypatch, deterministic):
+    """The bits of the same steps without graphs: a graph of a stage that is over would train what is frozen
+    and leave what was unfrozen."""
+    import oelm
+    from oelm.speed import cuda_graphs as fast
+
+    turns = {"unfreeze_at": [12, 24], "order": "top-down", "refreeze_at": 36, "polar": True, "warmup": 4}
+    found = []
+    for graphs in (fast.MOST_GRAPHS, 0):
+        monkeypatch.setattr(fast, "MOST_GRAPHS", graphs)
+        step, batches = step_of(steps=48, schedule=turns)
+        before, losses, stages = oelm.fingerprint(step.raw), [], []
+        for first in (0, 12, 24, 36):
+            losses.append(trained(step, batches, first + 12, first))
+            assert bool(step.graphed.graphs) == (graphs > 0) and not step.graphed.failed
+            stages.append(step.graphed)
+            oelm.audit(step.raw, before)
+        assert len({id(stage) for stage in stages}) == 4
+        found.append((torch.cat(losses), step.capture()[0]))
     (losses, weights), (others, other_weights) = found
     assert torch.equal(losses, others)
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -1,9 +1,12 @@
 """A study as a file and as a value: what is accepted, what is refused, and that nothing is lost."""
 
+from pathlib import Path
+
 import pytest
 
 from oelm.config import to_toml
 from oelm.errors import UserError
+from oelm.study.decide import fewest_seeds
 from oelm.study.design import make_study, read_study, shipped_studies
 
 FILE = """
@@ -157,3 +160,25 @@ def test_a_worker_on_slurm_must_have_the_gpus_of_a_run():
         make_study({"task": {"name": "imdb"}, "study": table})
     make_study({"task": {"name": "imdb"}, "study": table | {"slurm": {"gpus": 4}}})
     make_study({"task": {"name": "imdb"}, "study": table | {"slurm": {}}})  # asked for by `extra`, or none
+
+
+def test_the_page_names_every_shipped_study():
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    assert not [name for name in shipped_studies() if f"`{name}`" not in page]
+
+
+def test_studies_of_the_gap_have_seeds_enough_and_share_their_runs():
+    """Their trials and runs can be imported from one into the other: the same settings but for the length."""
+    studies = {name: make_study(read_study(name)) for name in shipped_studies() if name.startswith("lm-gap")}
+    for name in ("lm-gap", "lm-gap-controls", "lm-gap-starts"):
+        assert studies[name].table.seeds >= fewest_seeds(len(studies[name].contrasts)), name
+    assert {*studies["lm-gap"].arms} < {*studies["lm-gap-screen"].arms}
+    configs = {name: study.task_config("imdb-text").to_dict() for name, study in studies.items()}
+    tokens = {config["training"]["batch_size"] * config["task"]["max_length"] for config in configs.values()}
+    assert tokens == {32_768}
+    lengths = {name: config["training"].pop("steps") for name, config in configs.items()}
+    assert [lengths[f"lm-gap{end}"] for end in ("-short", "", "-screen", "-long")] == [300, 1500, 1500, 3000]
+    assert (
+        len({config["training"].pop("eval_every") / lengths[name] for name, config in configs.items()}) == 1
+    )
+    assert all(config == configs["lm-gap"] for config in configs.values())

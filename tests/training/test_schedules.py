@@ -1,6 +1,11 @@
 """Freezing by schedule in the training loop: exact after a resume, audited, whatever computes the step."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ import oelm
 from oelm.config import make_config
 from oelm.data import open_store
 from oelm.data.tasks import make_objective
+from oelm.data.writer import copy_store
 from oelm.method import Method
 from oelm.speed import FastStep
 from oelm.speed import cuda_graphs as fast
@@ -60,7 +66,8 @@ def start(store, method, kind=FastStep, dropout=0.1, **training):
     raw = oelm.OelmGPTForSequenceClassification(oelm.OelmGPTConfig(**sizes, **fields))
     oelm.convert(raw, Method.from_dict(method), seed=1)
     before = oelm.fingerprint(raw)
-    step = kind(resolve_run(config, objective, state.device), objective, raw, state)
+    resolved = resolve_run(config, objective, state.device, state.num_processes)
+    step = kind(resolved, objective, raw, state)
     raw.train()
     return step, before
 
@@ -126,3 +133,27 @@ def test_what_a_graph_records_is_made_anew_in_every_stage(store, monkeypatch, ac
     assert len({id(graph) for graph in graphs[4:]}) == 4
     for name, way in ways[0].items():
         assert way.norm() > 0 and (ways[1][name] - way).norm() <= 0.1 * way.norm(), name
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """By DDP and FSDP2, every schedule: audited and exact after a resume, with the losses of one process."""
+    store = open_store(make_store(tmp_path))
+    copy_store(store, tmp_path / "store")
+    script = Path(__file__).with_name("two_process_schedules.py")
+    root = script.parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    paths = f"{root / 'src'}{os.pathsep}{root}"
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)], env=given, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    for name, method in SCHEDULES.items():
+        alone, before = start(store, method, PlainStep, dropout=0.0)
+        expected = run(alone)["losses"]
+        oelm.audit(alone.raw, before)
+        for way in ("ddp", "fsdp"):
+            assert losses.pop(f"{way} {name}") == pytest.approx(expected, abs=1e-4), (way, name)
+    assert not losses

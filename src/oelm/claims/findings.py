@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from oelm.claims import data
 from oelm.claims.collect import Collection
+from oelm.claims.language_modelling import language_settings, sentences, table_rows
 from oelm.claims.verdicts import Finding, Verdict
 from oelm.models.gpt_sizes import is_reference
 from oelm.study.report import figures, numbers
@@ -55,6 +56,7 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
     views = [View(analysis, Words("en")) for analysis in planned]
     claims = {verdict.id: _claim_picture(verdict) for verdict in verdicts}
     rates = [picture for view in views for picture in _view_pictures(view)]
+    language = language_settings(planned)
     values: dict[str, Any] = {
         "rules": data.claim_data()["rules"],
         "runs": sum(given.ages.values()),
@@ -66,6 +68,8 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
         "folder": path.stem,
         "comparisons": [row for analysis in planned for row in _comparison_rows(analysis, path)],
         "linear": [row for analysis in planned for row in _linear_rows(analysis)],
+        "language": table_rows(language),
+        "language_answer": sentences(language),
         "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
         "benchmarks": sorted(benchmark.name for benchmark in given.benchmarks),
     }

@@ -108,6 +108,8 @@ class FreezeSchedule:
     def check(self, groups: int, total: int) -> None:
         """Refuse a run in which a point is never reached, or which reaches them in another order."""
         line = self.resolve(groups, total)
+        if list(line.unfreeze) != sorted(line.unfreeze):
+            raise UserError("freeze_schedule.unfreeze_at must be a list of growing points")
         named = {"freeze_at": line.freeze, "unfreeze_at": line.unfreeze[0] if line.unfreeze else None}
         reached = -1
         for name, step in (named | {"refreeze_at": line.refreeze}).items():
@@ -119,8 +121,22 @@ class FreezeSchedule:
             if step <= reached:
                 raise UserError(f"{given} of {total:,}, which is not after the point before it")
             reached = step
-        if list(line.unfreeze) != sorted(line.unfreeze):
-            raise UserError("freeze_schedule.unfreeze_at must be a list of growing points")
+        self._check_last(line, total)
+
+    def _check_last(self, line: "Timeline", total: int) -> None:
+        """Refuse a run whose last layers are never unfrozen."""
+        end = total if line.refreeze is None else line.refreeze
+        late = [step for step in line.unfreeze if step >= end]
+        if not late:
+            return
+        what = "the run ends" if line.refreeze is None else "freeze_schedule.refreeze_at freezes them all"
+        given = f"freeze_schedule.unfreeze_at = {self.unfreeze_at}"
+        if self.every is not None:
+            given += f", every = {self.every}"
+        raise UserError(
+            f"{given}: the last of {len(line.unfreeze)} layers is due at step {late[-1]:,}, but {what} after "
+            f"{end:,}; {len(late)} would never train"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Language modelling on the page of findings: what each arm reaches and costs, and whether a cheap arm is
+near `baseline`.
+
+An arm is cheap if it keeps Q and K frozen in nearly all steps and learns little beside them. Q and K are what
+`oelm` freezes.
+"""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from oelm.study.report import numbers
+from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
+
+METHOD, REFERENCE = "oelm", "baseline"
+NEAR = 5.0  # per cent of baseline's perplexity
+EXTRA = 0.05  # what a cheap arm may learn beside frozen Q and K, as a share of their parameters
+FROZEN = 0.8  # the share of the steps in which a cheap arm has Q and K frozen
+
+Setting = tuple[Analysis, Group]
+
+
+def language_settings(analyses: Iterable[Analysis]) -> list[Setting]:
+    """The settings by perplexity all of whose planned runs are there, the shortest training first."""
+    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and _complete(a, g)]
+    return sorted(found, key=lambda setting: (setting[1].task, setting[1].model, _steps(setting[1])))
+
+
+def sentences(settings: Sequence[Setting]) -> list[str]:
+    """For each setting with a verdict the cheapest arm near baseline, or how far the best is; then how the
+    gap of `oelm` changes with the length of training."""
+    decided = [(a, g) for a, g in settings if _verdicts(a, g)]
+    found = [sentence for a, g in decided if (sentence := _nearest(a, g))]
+    gaps: dict[tuple[str, str], dict[int, Comparison]] = {}
+    for analysis, group in settings:
+        if (comparison := _comparison(analysis, group, METHOD)) is not None:
+            by_length = gaps.setdefault((group.task, group.model), {})
+            known = by_length.get(_steps(group))
+            if known is None or len(known.differences) < len(comparison.differences):
+                by_length[_steps(group)] = comparison
+    for (task, model), by_length in gaps.items():
+        if len(by_length) > 1:
+            what = f"Perplexity of `{METHOD}` above that of `{REFERENCE}` on {task} ({model})"
+            parts = [
+                f"{_above(c)} after {n:,} steps (n = {len(c.differences)})" for n, c in by_length.items()
+            ]
+            found.append(f"{what}: {'; '.join(parts)}.")
+    return found
+
+
+def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
+    rows = []
+    for analysis, group in settings:
+        for arm in group.arms.values():
+            if not arm.values:
+                continue
+            comparison = _comparison(analysis, group, arm.method)
+            trained = _trained(arm)
+            rows.append(
+                {
+                    "task": group.task, "model": group.model, "steps": f"{_steps(group):,}",
+                    "method": arm.method, "perplexity": numbers.fixed(fmean(arm.values), 2),
+                    "bits": numbers.fixed(_bits(arm), 3), "n": str(len(arm.values)),
+                    "above": _above(comparison) if comparison else numbers.NOTHING,
+                    "trained": numbers.count(None if trained is None else round(trained)),
+                    "time": numbers.time_of(arm.step_time()), "title": analysis.title,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _complete(analysis: Analysis, group: Group) -> bool:
+    return not any("unfinished" in c.problems for c in analysis.comparisons if c.group is group)
+
+
+def _verdicts(analysis: Analysis, group: Group) -> bool:
+    return any(c.group is group and c.verdict != "void" for c in analysis.comparisons)
+
+
+def _comparison(analysis: Analysis, group: Group, method: str) -> Comparison | None:
+    pair = (method, REFERENCE)
+    known = [c for c in analysis.comparisons if c.group is group and (c.method, c.reference) == pair]
+    return known[0] if known and known[0].combined else None
+
+
+def _excess(comparison: Comparison) -> float:
+    """By how many per cent the perplexity is above the reference arm's."""
+    assert comparison.combined is not None
+    return -comparison.group.shown(comparison.combined.mean)
+
+
+def _above(comparison: Comparison) -> str:
+    assert comparison.combined is not None
+    told = comparison.group.told(comparison.combined)
+    digits = numbers.digits_for(told.low, told.high)
+    ends = ""
+    if told.low is not None and told.high is not None:
+        ends = f" ({numbers.signed(-told.high, digits)} to {numbers.signed(-told.low, digits)})"
+    return f"{numbers.signed(-told.mean, digits)} %{ends}"
+
+
+def _nearest(analysis: Analysis, group: Group) -> str | None:
+    """The sentence on the cheapest arm within NEAR per cent of baseline; None where nothing was compared."""
+    cheap = [c for arm in _cheap(group) if (c := _comparison(analysis, group, arm.method))]
+    if not cheap:
+        return None
+    what = (
+        f"On {group.task} ({group.model}, {_steps(group):,} steps), of the methods with Q and K frozen for "
+        f"at least {FROZEN:.0%} of the steps and at most {EXTRA:.0%} as many parameters learned beside them"
+    ).replace("%", " %")
+    near = [c for c in cheap if _excess(c) <= NEAR]
+    if near:
+        first = min(near, key=lambda c: (_trained(c.arm) or 0.0, _excess(c)))
+        return f"{what}, the cheapest within {NEAR:g} % of `{REFERENCE}`'s perplexity is {_told(first)}."
+    best = min(cheap, key=_excess)
+    return f"{what}, none is within {NEAR:g} % of `{REFERENCE}`'s perplexity; the best is {_told(best)}."
+
+
+def _told(comparison: Comparison) -> str:
+    perplexities = [numbers.fixed(fmean(arm.values), 2) for arm in (comparison.arm, comparison.reference_arm)]
+    return f"`{comparison.method}`: {perplexities[0]} against {perplexities[1]}, {_above(comparison)}"
+
+
+def _cheap(group: Group) -> list[ArmResult]:
+    """The arms that have Q and K frozen in nearly all steps and learn little beside them."""
+    if METHOD not in group.arms or not group.arms[METHOD].values:
+        return []
+    reference = _stages(group.arms[METHOD])
+    if not reference:
+        return []
+    qk, most = reference[0]["frozen"], reference[0]["trainable"]
+    found = []
+    for arm in group.arms.values():
+        stages = _stages(arm) if arm.values else []
+        frozen = _mean(stages, "frozen", _steps(group))
+        # What a schedule unfreezes is counted by the steps in which it is frozen.
+        extra = min((stage["trainable"] for stage in stages), default=0) - most
+        if frozen is not None and frozen >= round(FROZEN * qk) and extra <= EXTRA * qk:
+            found.append(arm)
+    return found
+
+
+def _trained(arm: ArmResult) -> float | None:
+    """How many parameters train, on average over the steps."""
+    return _mean(_stages(arm), "trainable", arm.records[0].results.get("steps") or 1)
+
+
+def _stages(arm: ArmResult) -> list[dict[str, Any]]:
+    """The first step of every stage, and how many parameters train and are frozen from it on."""
+    parameters = arm.records[0].results.get("parameters") or {}
+    return list(parameters.get("stages") or ([{"step": 0, **parameters}] if parameters else []))
+
+
+def _mean(stages: Sequence[dict[str, Any]], key: str, steps: int) -> float | None:
+    if not stages:
+        return None
+    ends = [*(stage["step"] for stage in stages[1:]), steps]
+    spans = zip(stages, ends, strict=True)
+    return sum(stage[key] * max(0, end - stage["step"]) for stage, end in spans) / steps
+
+
+def _bits(arm: ArmResult) -> float | None:
+    tests = [(record.results.get("test") or {}).get("metrics", {}) for record in arm.finished]
+    known = [metrics["bits_per_byte"] for metrics in tests if metrics.get("bits_per_byte") is not None]
+    return fmean(known) if known else None
+
+
+def _steps(group: Group) -> int:
+    """How many steps the runs of a setting have."""
+    return next((steps for record in group.records if (steps := record.results.get("steps"))), 1)
