@@ -26,6 +26,7 @@ from oelm.study.launchers.workers import WorkersLauncher
 from oelm.study.run_claims import Queue
 from oelm.study.scheduler import Scheduler
 from oelm.training.folder import environment
+from oelm.training.stopping import Stop
 
 RUNS, WORKERS, ENOUGH = 10_000, 100, 5  # ENOUGH: claims of each worker
 
@@ -52,41 +53,52 @@ def plan(root: Path) -> tuple[Scheduler, float]:
 
 
 def claim_runs(root: Path, ready: Any, times: Any) -> None:
-    """A worker: it claims a run, gives a sign of life, ends it, and goes on; `times`: of the claims."""
+    """A worker: it claims a run, gives a sign of life, ends it, and goes on; `times`: of the claims, by the
+    clock and of its own processor."""
     queue, taken = Queue(root, str(os.getpid())), []
     ready.wait()
     for _ in range(ENOUGH):
         time.sleep(random.uniform(0, 8))
-        began = time.perf_counter()
+        began = (time.perf_counter(), time.process_time())
         claim = queue.take()
-        taken.append(time.perf_counter() - began)
+        taken.append((time.perf_counter() - began[0], time.process_time() - began[1]))
         assert claim is not None and claim.beat() and claim.end("finished")
         queue.close_job(claim, None)
     times.put(taken)
 
 
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    seconds = sorted(seconds)
+    return {
+        "median": round(1e3 * statistics.median(seconds), 3),
+        "p95": round(1e3 * seconds[int(0.95 * len(seconds))], 3),
+        "largest": round(1e3 * seconds[-1], 3),
+    }
+
+
 def measure(root: Path) -> dict[str, Any]:
     scheduler, planning = plan(root)
     began = time.perf_counter()
-    scheduler._start_runs()
+    scheduler._start_runs(Stop())
     queueing = time.perf_counter() - began
     context = multiprocessing.get_context("fork")
     ready, times = context.Barrier(WORKERS), context.Queue()
     processes = [context.Process(target=claim_runs, args=(root, ready, times)) for _ in range(WORKERS)]
     for process in processes:
         process.start()
-    taken = sorted(second for _ in processes for second in times.get())
+    workers = [times.get() for _ in processes]
     for process in processes:
         process.join()
     assert len(Queue(root).names()) == RUNS - WORKERS * ENOUGH, "a run was claimed twice, or not at all"
     return {
-        "runs": RUNS, "workers": WORKERS, "claims": len(taken),
+        "runs": RUNS, "workers": WORKERS, "claims": WORKERS * ENOUGH,
         "planning_s": round(planning, 3), "queueing_s": round(queueing, 3),
-        "claim_ms": {
-            "median": round(1e3 * statistics.median(taken), 3),
-            "p95": round(1e3 * taken[int(0.95 * len(taken))], 3),
-            "largest": round(1e3 * taken[-1], 3),
-        },
+        "claim_ms": milliseconds([one for taken in workers for one, _ in taken]),
+        "first_claim_ms": milliseconds([taken[0][0] for taken in workers]),  # the worker lists the runs
+        "later_claim_ms": milliseconds([one for taken in workers for one, _ in taken[1:]]),
+        "first_claim_cpu_ms": milliseconds([taken[0][1] for taken in workers]),
+        "later_claim_cpu_ms": milliseconds([cpu for taken in workers for _, cpu in taken[1:]]),
+        "load": os.getloadavg(),  # processes that wanted to run, with those of others
         "environment": environment(SimpleNamespace(type="cpu"), 1),
     }  # fmt: skip
 

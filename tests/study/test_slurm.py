@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 import oelm
 from oelm.cli.main import app
+from oelm.study.analysis import analyse
+from oelm.study.report import summary
 from oelm.study.run_claims import Queue
 from oelm.study.slurm_jobs import tasks
 from tests.study import studies
@@ -204,3 +207,30 @@ def test_what_slurm_refuses_is_said_in_one_line(data, tmp_path):
     )
     assert code == 2
     assert text.splitlines()[-1].startswith("oelm: Slurm refused the workers: invalid partition")
+
+
+def demo(out: Path, *more: str) -> "subprocess.Popen[str]":
+    """The demo study, with fewer and shorter runs."""
+    words = ["study", "demo", "--lrs", "3e-4", "--seeds", "2", "--steps", "8", *more, "--out", str(out)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "oelm", *words], env=studies.environment(out.parent / "cache"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_the_demo_gives_the_same_table_locally_with_workers_and_on_slurm(tmp_path):
+    alone, shared, slurm = (tmp_path / name for name in ("alone", "shared", "slurm"))
+    finished(demo(alone), alone)
+    running = [(demo(shared, "--launcher", "workers"), shared), (demo(slurm, *SLURM), slurm)]
+    wait_for((shared / "study.toml").exists)
+    worker = subprocess.run(
+        [sys.executable, "-m", "oelm", "work", str(shared)], env=studies.environment(tmp_path / "cache"),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert worker.returncode == 0, worker.stderr
+    table = summary(analyse(alone), "en")
+    assert "TF-IDF + logistic regression" in table
+    for study, out in running:
+        finished(study, out)
+        assert summary(analyse(out), "en") == table
+        same_records(out, alone)

@@ -28,7 +28,7 @@ from typing import Any
 EXPIRES = 90.0  # seconds without a heartbeat after which a claim no longer counts, unless it says otherwise
 BEATS = 6  # heartbeats within that time
 MOST_LOST = 5  # workers in a row that may vanish with one run before it counts as failed
-MOST_NEAR = 256  # runs from which a worker picks the next one at random, where there are many
+MOST_NEAR = 1024  # runs from which a worker picks the next one at random, where there are many
 MOST_MISSES = 32  # runs in a row found taken after which they are listed again
 RETRY = 10.0  # seconds in which the end of a claim is written again where the storage fails
 SIZE = 512  # bytes of a claim: always the same, so that a heartbeat is one write
@@ -79,8 +79,8 @@ class Claim:
             return False
         self.beats += 1
         with open(handle, "wb", buffering=0) as file:
+            # Closing it is enough for others to see it, on NFS too; it need not outlive a crash.
             file.write(self.queue.entry("claim", self.lost, self.beats))
-            os.fsync(handle)
         self.beaten = now
         return True
 
