@@ -278,6 +278,12 @@ def distances(now: tuple[Site, Site], start: tuple[Site, Site]) -> list[float]:
     return [float(value) for value in np.sqrt(moved / np.maximum(size, np.finfo(float).tiny))]
 
 
+def differences(one: AttentionStatistics, other: AttentionStatistics) -> dict[str, dict[str, Any]]:
+    """Measure -> attention -> `difference`, as lists."""
+    by_measure = {measure: difference(one, other, measure) for measure in MEASURES}
+    return {m: {at: grid.tolist() for at, grid in by_at.items()} for m, by_at in by_measure.items()}
+
+
 def difference(one: AttentionStatistics, other: AttentionStatistics, measure: str) -> dict[str, Array]:
     """By attention, what the measure of each head of the other has more; only where both know it."""
     grids = {at: (one.grid(at, measure), other.grid(at, measure)) for at in one.attentions}
