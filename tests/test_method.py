@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oelm.config import make_config
 from oelm.errors import UserError
 from oelm.method import ALIASES, PRESETS, Method, get_method, select_layers
 
@@ -118,6 +119,37 @@ def test_layers_by_words(layers, count):
     assert select_layers(f"last: {count}", layers) == set(every[::-1][:count])
     assert select_layers("even", layers) == {layer for layer in every if layer % 2 == 0}
     assert select_layers("odd", layers) == set(every) - select_layers("even", layers)
+
+
+def test_layers_as_a_list_are_those_as_words():
+    listed = Method.from_dict({"name": "oelm", "freeze": {"q": [0, 3], "k": "all"}})
+    assert listed == Method.from_dict({"name": "oelm", "freeze": {"q": "0,3", "k": "all"}})
+    config = make_config({"method": {"name": "oelm", "freeze": {"q": [0, 3], "k": "all"}}})
+    assert config == make_config({"method": {"name": "oelm", "freeze": {"q": "0,3", "k": "all"}}})
+    assert Method.from_dict(config.method.overrides()) == listed
+    for wrong in ([], ["x"], [0.5]):
+        with pytest.raises(UserError):
+            Method("x", freeze={"q": wrong})
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"freeze_schedule": [0.8]}, "freeze_schedule is a table"),
+        ({"freeze_schedule": {"unfreeze_at": 0.8}}, "names nothing to freeze"),
+        (
+            {"freeze_schedule": {"unfreeze_at": 0.8}, "freeze": {"q": "all"}, "qk_scale": "head"},
+            "does not go with lora, qk_scale",
+        ),
+        (
+            {"freeze_schedule": {"freeze_at": 0.2, "polar": True}, "freeze": {"ffn_in": "all"}},
+            "polar makes q and k orthonormal: freeze one of them",
+        ),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_method_is_refused(fields, problem):
+    with pytest.raises(UserError, match=problem):
+        Method("x", **fields)
 
 
 def test_a_method_is_a_value():

@@ -12,6 +12,7 @@ import torch
 import oelm
 from oelm.method import _PRESETS, BLOCKS, QK_SCALES, Method
 from oelm.models.families import find_sites, frozen_names
+from oelm.models.freeze_ratio import reached_share, resolve_ratio
 from oelm.models.frozen_state import At, frozen_at
 from oelm.models.learned import add_learned
 
@@ -154,6 +155,32 @@ def test_counts_of_the_reports():
         "top-2": 2 * layer + 2 * 512,
     }
     assert {name: trained(_PRESETS[name]) for name in expected} == expected
+
+
+def test_the_shares_of_medium_512_are_those_of_the_page():
+    """All that docs/methods.md says of freeze_ratio, and what a ratio of 0.25 reaches."""
+    with torch.device("meta"):
+        model = oelm.OelmGPTForCausalLM(oelm.gpt_config("gpt-medium-512"))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    total = sum(sizes.values())
+    weights = {s.role: 0 for s in find_sites(model)}
+    for site in find_sites(model):
+        weights[site.role] += sizes[f"{site.path}.weight"]
+    page, layers, frozen = PAGE.read_text(), sum(weights.values()), 0
+    rows = {"all of Q and K": "q k", "and all of ffn_in": "ffn_in", "and all of ffn_out": "ffn_out"}
+    for title, roles in rows.items():
+        frozen += sum(weights[role] for role in roles.split())
+        row = re.search(rf"^\| {title}[^|]*\| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+        assert row.groups() == (f"{frozen:,}", f"{frozen / total:.2%}".replace("%", " %"),
+                                f"{frozen / layers:.2%}".replace("%", " %"))  # fmt: skip
+    embeddings = sum(size for name, size in sizes.items() if re.search(r"\.(wte|wpe|.*embed.*)\.", name))
+    ratio = resolve_ratio(model, Method.from_dict({"name": "oelm", "freeze_ratio": 0.25}))
+    for value, words in (
+        ((frozen + weights["v"] + weights["o"]) / total, "({} with them)"),
+        (embeddings / total, "the embeddings ({})"),
+        (reached_share(model, ratio), "prints the share reached: {}"),
+    ):
+        assert words.format(f"{value:.2%}".replace("%", " %")) in page.replace("\n", " "), value
 
 
 if __name__ == "__main__":

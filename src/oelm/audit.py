@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 from oelm.system.messages import Notice, notice
 from oelm.system.private_peft import is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
+from oelm.system.shards import gathered
 
 LEARNED = (is_adapter, is_factor, is_qk_adapter)  # beside frozen weights, into which they are merged
 ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
@@ -25,17 +26,19 @@ ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A model's parameters at one moment: the digests of the frozen ones, the names of the others."""
+    """A model's parameters at one moment: the digests of the frozen ones, the names of the others; of these,
+    the digests of those that a schedule freezes later."""
 
     frozen: dict[str, str]
     trainable: tuple[str, ...]
+    later: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value or key != "later"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Fingerprint":
-        return cls(dict(values["frozen"]), tuple(values["trainable"]))
+        return cls(dict(values["frozen"]), tuple(values["trainable"]), dict(values.get("later", {})))
 
     def merged(self, into: Collection[str], present: Collection[str]) -> "Fingerprint":
         """The same after what was learned beside frozen weights was merged, by PEFT or `into` these: they
@@ -44,6 +47,7 @@ class Fingerprint:
         return Fingerprint(
             {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
             tuple(n for n in self.trainable if n in present or not any(learned(n) for learned in LEARNED)),
+            self.later,
         )
 
 
@@ -65,9 +69,13 @@ class Audit:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Take it after `convert` and before training; hand it to `audit` afterwards."""
     model = unwrap(model)
+    converted = getattr(getattr(model, "config", None), "oelm", None)
+    method = method_of(model) if converted else Method()
+    scheduled = frozen_names(model, method) if method.schedule else set()
     return Fingerprint(
         frozen={name: _digest(p) for name, p in model.named_parameters() if not p.requires_grad},
         trainable=tuple(name for name, p in model.named_parameters() if p.requires_grad),
+        later={n: _digest(p) for n, p in model.named_parameters() if p.requires_grad and n in scheduled},
     )
 
 
@@ -79,7 +87,8 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     compared with the digests that conversion left in the config.
 
     A method with a schedule is checked as of the step that `oelm.Freezing` was told of last: what was frozen
-    in the course of training has the bits of that moment, and what was unfrozen has changed since.
+    in the course of training has the bits of that moment, and what trained, before it was frozen or after it
+    was unfrozen, has changed since `before`.
     """
     model = unwrap(model)
     method = method_of(model)
@@ -170,15 +179,16 @@ def _changes(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[
 
 
 def _untrained(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[Notice]:
-    """What was unfrozen long ago and has not changed: an optimizer that does not hold it never trains it."""
+    """What trained in many steps, be it frozen again by now, and has not changed: an optimizer that does not
+    hold it never trains it."""
     if not method.schedule:
         return
     groups, at = unfreezing_groups(model, method), at_of(model)
-    line = timeline_of(method.schedule, groups.values(), at.total)
+    line, start = timeline_of(method.schedule, groups.values(), at.total), before.frozen | before.later
     for name, parameter in model.named_parameters():
-        steps = line.trained_for(groups[name], at.step) if name in groups else 0
+        steps = line.trained_steps(groups[name], at.step) if name in groups else 0
         # Some steps may be skipped (fp16), and the gradients of a bias may be 0.
-        if steps >= ENOUGH_STEPS and parameter.dim() > 1 and _digest(parameter) == before.frozen.get(name):
+        if steps >= ENOUGH_STEPS and parameter.dim() > 1 and _digest(parameter) == start.get(name):
             yield notice("audit.untrained", name=name, steps=steps)
 
 
@@ -207,7 +217,7 @@ def _orthonormal(
             kind = "polar" if method.schedule and method.schedule.polar and site.role in HEAD_ROLES else None
         if since is None or kind not in (*ORTHONORMAL_KINDS, "polar"):
             continue
-        weight = _full(site.weight)
+        weight = gathered(site.weight)
         if site.role in HEAD_ROLES:
             yield site.path, weight, site.heads, block_gain(site, method, to_blocks(weight, site.heads))
         else:  # one block, orthonormal along its smaller side
@@ -243,11 +253,6 @@ def _digest_problems(model: nn.Module, names: Collection[str]) -> Iterable[Notic
             yield notice("audit.other_digest", name=name)
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor; shards are gathered, so every process must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether the dtype holds these values exactly."""
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
@@ -262,7 +267,7 @@ def _allowed(weight: Tensor) -> float:
 def _tensors(model: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
     """The parameters of these names, under names that do not depend on the task's head."""
     return [
-        (relative_name(model, name), _full(parameter.detach()))
+        (relative_name(model, name), gathered(parameter.detach()))
         for name, parameter in model.named_parameters()
         if name in names
     ]
@@ -270,7 +275,7 @@ def _tensors(model: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
     # A copy: memory that numpy has seen cannot be freed by FSDP.
-    full = _full(tensor.detach()).to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+    full = gathered(tensor.detach()).to("cpu", dtype or tensor.dtype, copy=True).contiguous()
     digest = hashlib.blake2b(f"{tuple(full.shape)} {full.dtype}".encode(), digest_size=16)
     digest.update(full.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -38,9 +38,10 @@ class Method:
     gain    multiplies unit-scale blocks of q and k. "family" gives scores of standard deviation 1
             in the architecture's own attention: 1 nearly everywhere, 1/sqrt(head_dim) on T5's queries.
             "own" gives each head the spectral norm its block had.
-    freeze  role -> the layers whose parameters never train: "all", "first:4", "last:2", "even" (the layers
-            0, 2, ...), "odd", a list such as "0,3,5", or a slice as in Python: ":-2" (all but the last two).
-            "blocks" stands for every role of a layer that is not named itself.
+    freeze  role -> the layers whose parameters are frozen, throughout or as `freeze_schedule` says: "all",
+            "first:4", "last:2", "even" (the layers 0, 2, ...), "odd", a list such as "0,3,5" or [0, 3, 5], or
+            a slice as in Python: ":-2" (all but the last two). "blocks" stands for every role of a layer that
+            is not named itself.
     scores  "differentiable": gradients flow through the attention scores, even of frozen q and k, to the
             layers below. "constant": none flows.
     lora    the rank of low-rank adapters beside frozen q and v, by PEFT; 0: none.
@@ -72,6 +73,7 @@ class Method:
     freeze_schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "freeze", spell_layers(self.freeze))
         for name in ("start", "freeze"):
             table = getattr(self, name)
             if not isinstance(table, Mapping) or not all(isinstance(v, str) for v in table.values()):
@@ -178,6 +180,8 @@ class Method:
         for key in values:
             _known(key, tuple(f.name for f in fields(cls)), "field of a method")
         rest = {key: value for key, value in values.items() if key != "name"}
+        if "freeze" in rest:
+            rest["freeze"] = spell_layers(rest["freeze"])
         name = values.get("name", "custom")
         if rest and _canonical(name) not in PRESETS:
             return cls(**values)
@@ -196,6 +200,16 @@ def _is_positive(value: Any) -> bool:
 def _known(value: Any, known: tuple[str, ...], what: str) -> None:
     if value not in known:
         raise UserError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+
+
+def spell_layers(freeze: Any) -> Any:
+    """`Method.freeze` with lists of layer numbers as words: [0, 3] is "0,3"."""
+    if not isinstance(freeze, Mapping):
+        return freeze
+    return {
+        role: ",".join(map(str, layers)) if isinstance(layers, list | tuple) and layers else layers
+        for role, layers in freeze.items()
+    }
 
 
 def select_layers(selection: str, num_layers: int) -> set[int]:

@@ -1,17 +1,21 @@
 """Statistics of heads: Hugging Face's own attention weights and closed forms as oracles."""
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 import oelm
 from oelm.inference.attention_page import attention_page
-from oelm.inference.attention_statistics import AttentionStatistics, measure_heads
+from oelm.inference.attention_statistics import MEASURES, AttentionStatistics, measure_heads
 from oelm.models.families import find_sites
 from tests import tiny
 from tests.command_line import caller
@@ -161,6 +165,49 @@ def test_the_page_has_a_cell_for_every_head_and_their_difference(lang: str) -> N
     assert page.count("<rect") == 3 * 7 * len(one.heads) and "<b>: " not in page and "a &lt;b&gt;" in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "<script" not in page
     assert attention_page({"c": _measure(model, batch)}, lang).count("<rect") == 6 * len(one.heads)
+
+
+def test_nothing_holds_a_model_that_was_measured() -> None:
+    """transformers keeps what was registered with it for good."""
+    model = tiny.build("gpt2")
+    _measure(model, {"input_ids": torch.arange(12)[None] + 5})
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+def test_the_command_compares_two_runs_on_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the reference GPT, and of a Hugging Face model that a run has trained."""
+    call = caller(monkeypatch, capsys)
+    rows = "\n".join(f"{'good fine' if i % 2 else 'bad poor'} film {i},{i % 2}" for i in range(60))
+    (tmp_path / "data.csv").write_text(f"text,label\n{rows}\n")
+    (tmp_path / "lines.txt").write_text("a good film\na poor film\n")
+    config = tiny.build("bert").config
+    config.vocab_size, config.num_labels = 300, 2
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    given = ("--data", tmp_path / "data.csv", "--max-length", 24, "--tokenizer", "train:300", "--steps", 3)
+    for model in ("gpt-tiny", tmp_path / "bert"):
+        runs = []
+        for method in ("baseline", "oelm"):
+            runs.append(tmp_path / f"{Path(model).name}-{method}")
+            code, _, err = call("train", *given, "--model", model, "--method", method, "--out", runs[-1])
+            assert code == 0, err
+        code, out, err = call("explain", *runs, "--lines", tmp_path / "lines.txt", "--json")
+        assert code == 0, err
+        answer = json.loads(out)
+        one, other = (answer[str(run)] for run in runs)
+        assert one["texts"] == other["texts"] == 2
+        assert {*answer["difference"]} == {*MEASURES} and any(head["distance"] for head in one["heads"])
+        for measure, by_attention in answer["difference"].items():
+            grids = [value for grid in by_attention.values() for row in grid for value in row]
+            known = [b[measure] - a[measure] for a, b in zip(one["heads"], other["heads"], strict=True)]
+            assert grids == pytest.approx(known), measure
+        assert call("explain", *runs, "--lines", tmp_path / "lines.txt", "--out", tmp_path / "p.html")[0] == 0
+        assert (tmp_path / "p.html").read_text(encoding="utf-8").count("<rect") >= 3 * len(one["heads"])
 
 
 @pytest.mark.slow

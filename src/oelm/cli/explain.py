@@ -31,6 +31,7 @@ def explain(
     """
     from oelm.inference.attention_page import attention_page
     from oelm.inference.attention_sample import explain_model
+    from oelm.inference.attention_statistics import differences
     from oelm.study.report.view import Words
     from oelm.system.files import write_text
 
@@ -43,7 +44,9 @@ def explain(
     if shapes[0] != shapes[-1]:
         raise UserError(f"{run} and {other} have different layers or heads: explain them one at a time")
     if as_json:
-        say(json.dumps({name: one.to_dict() for name, one in statistics.items()}))
+        answer = {name: one.to_dict() for name, one in statistics.items()}
+        more = {"difference": differences(*statistics.values())} if other is not None else {}
+        say(json.dumps(answer | more))
         return
     page = out or run / "explain.html"
     write_text(page, attention_page(statistics, lang))

@@ -189,6 +189,13 @@ def _pairs(model: nn.Module) -> Iterator[tuple[Site, Site, str]]:
             yield site, keys[site.attention], next(here)
 
 
+_watches: list[_Watch] = []  # those in use; what transformers registers stays, and must hold no model
+
+
+def _attend(*given: Any, **more: Any) -> Any:
+    return _watches[-1].attend(*given, **more)
+
+
 @contextmanager
 def _watching(model: Any) -> Iterator[_Watch]:
     watch, ours = _Watch(model), [module for module in model.modules() if isinstance(module, SelfAttention)]
@@ -201,12 +208,14 @@ def _watching(model: Any) -> Iterator[_Watch]:
                 handle.remove()
         return
     before = attention_name(model)
-    AttentionInterface.register(NAME, watch.attend)
+    AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, SDPA_MASK)
     model.set_attn_implementation(NAME)
+    _watches.append(watch)
     try:
         yield watch
     finally:
+        _watches.pop()
         model.set_attn_implementation(before)
 
 
@@ -267,6 +276,12 @@ def distances(now: tuple[Site, Site], start: tuple[Site, Site]) -> list[float]:
         )
         moved, size = moved + ((new - old) ** 2).sum((1, 2)), size + (old**2).sum((1, 2))
     return [float(value) for value in np.sqrt(moved / np.maximum(size, np.finfo(float).tiny))]
+
+
+def differences(one: AttentionStatistics, other: AttentionStatistics) -> dict[str, dict[str, Any]]:
+    """Measure -> attention -> `difference`, as lists."""
+    by_measure = {measure: difference(one, other, measure) for measure in MEASURES}
+    return {m: {at: grid.tolist() for at, grid in by_at.items()} for m, by_at in by_measure.items()}
 
 
 def difference(one: AttentionStatistics, other: AttentionStatistics, measure: str) -> dict[str, Array]:

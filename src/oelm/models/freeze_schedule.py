@@ -163,6 +163,13 @@ class Timeline:
             return 0
         return step - self.unfreeze[group] + 1
 
+    def trained_steps(self, group: int, step: int) -> int:
+        """In how many of the steps up to this one, itself included, a group has trained."""
+        if not self.unfreeze:
+            return min(step + 1, self.freeze)
+        end = step + 1 if self.refreeze is None else min(step + 1, self.refreeze)
+        return min(step + 1, self.freeze) + max(0, end - self.unfreeze[group])
+
     def lr_factor(self, group: int, step: int) -> float:
         """What the learning rate of a group is multiplied by: below 1 while it warms up."""
         trained = self.trained_for(group, step)

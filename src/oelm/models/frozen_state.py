@@ -1,6 +1,6 @@
 """What of a model is frozen at a step of its training. Without a schedule, that is the same at every step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -42,6 +42,10 @@ def frozen_at(model: nn.Module, method: Method, at: At) -> dict[str, int]:
     if not method.schedule:
         return dict.fromkeys(frozen_names(model, method), 0)
     groups = unfreezing_groups(model, method)
-    line = timeline_of(method.schedule, groups.values(), at.total)
-    since = {name: line.frozen_since(group, at.step) for name, group in groups.items()}
-    return {name: step for name, step in since.items() if step is not None}
+    return frozen_by(timeline_of(method.schedule, groups.values(), at.total), groups, at.step)
+
+
+def frozen_by(line: Timeline, groups: Mapping[str, int], step: int) -> dict[str, int]:
+    """The parameters that a timeline has frozen at a step, by name, and the step since which they are."""
+    since = {name: line.frozen_since(group, step) for name, group in groups.items()}
+    return {name: first for name, first in since.items() if first is not None}

@@ -20,6 +20,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.orthogonal import generator
 from oelm.system.private_transformers import mark_initialized
+from oelm.system.shards import gathered
 
 if TYPE_CHECKING:
     from oelm.models.families import Site
@@ -154,15 +155,12 @@ def has_qk_norm(model: nn.Module, site: "Site") -> bool:
     return hasattr(attention, "q_norm") and hasattr(attention, "k_norm")
 
 
-def _whole(tensor: Tensor | None) -> Any:
-    """A shard is gathered, so every process must ask."""
-    return tensor.full_tensor() if tensor is not None and hasattr(tensor, "full_tensor") else tensor
-
-
 def _save_merged(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     names = ("weight", "bias", SCALE, UP, DOWN)
     with torch.no_grad():
-        weight, bias = merge(*(_whole(state.pop(prefix + name, None)) for name in names))
+        parts = [state.pop(prefix + name, None) for name in names]
+        whole: list[Any] = [None if part is None else gathered(part) for part in parts]
+        weight, bias = merge(*whole)
     state[prefix + "weight"] = weight
     if bias is not None:
         state[prefix + "bias"] = bias

@@ -13,6 +13,7 @@ nothing but the number of its next step.
 import bisect
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, Method
 from oelm.models.families import Site, block_gain, find_sites
 from oelm.models.freeze_schedule import Timeline
-from oelm.models.frozen_state import At, timeline_of, unfreezing_groups
+from oelm.models.frozen_state import At, frozen_by, timeline_of, unfreezing_groups
 from oelm.orthogonal import polar_factor, to_blocks, to_weight
+from oelm.system.files import read_json
 from oelm.system.private_torch import unwrap, with_weight
+from oelm.system.shards import gathered
 from oelm.training.parallel import reshard
 
 
@@ -50,6 +53,7 @@ class Freezing:
         self.method = method_of(self.model)
         self.groups = unfreezing_groups(self.model, self.method) if self.method.schedule else {}
         self.optimizer: torch.optim.Optimizer | None = None
+        self._whole: list[dict[str, Any]] | None = None  # the optimizer's groups, while they are split
         self.step: int | None = None  # the last one that was begun
         self.line = Timeline(0, (), None, 0)
         self.total_steps = 0
@@ -71,7 +75,7 @@ class Freezing:
 
     def trained_at(self, step: int) -> int:
         """How many parameters train at a step."""
-        frozen = self._frozen(step)
+        frozen = frozen_by(self.line, self.groups, step)
         trains = {name: name not in frozen for name in self.groups}
         named = self.model.named_parameters()
         return sum(p.numel() for name, p in named if trains.get(name, p.requires_grad))
@@ -92,6 +96,7 @@ class Freezing:
         after `prepare()` and with find_unused_parameters=True), and a CUDA graph be recorded again. To be
         called again for the same step, as with several micro-batches, changes nothing.
         """
+        self._join()
         if not self.groups or step == self.step:
             return False
         if not self.total_steps:
@@ -104,7 +109,7 @@ class Freezing:
         if last is not None and self._stage(last) == self._stage(step):
             return False
         reshard(self.model)
-        frozen = self._frozen(step)
+        frozen = frozen_by(self.line, self.groups, step)
         first_new = step if last is None else last + 1  # what was frozen before is orthonormal already
         self._orthonormalise({name for name, since in frozen.items() if since and since >= first_new})
         changed = self._set_trained(frozen)
@@ -113,11 +118,6 @@ class Freezing:
 
     def _stage(self, step: int) -> int:
         return bisect.bisect_right(self.line.borders, step)
-
-    def _frozen(self, step: int) -> dict[str, int]:
-        """What the schedule has frozen at a step, by name, and since which step."""
-        since = {name: self.line.frozen_since(group, step) for name, group in self.groups.items()}
-        return {name: first for name, first in since.items() if first is not None}
 
     def _set_trained(self, frozen: Mapping[str, int]) -> bool:
         changed = False
@@ -128,9 +128,15 @@ class Freezing:
             parameter.requires_grad_(name not in frozen)
             if name in frozen:
                 parameter.grad = None  # of zeros, even, AdamW would make steps of decay
-                if self.optimizer is not None:
-                    self.optimizer.state.pop(parameter, None)
+        if self.optimizer is not None:
+            self.drop_moments(self.optimizer)
         return changed
+
+    def drop_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what an optimizer keeps for parameters that are frozen now."""
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                optimizer.state.pop(parameter, None)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -142,7 +148,7 @@ class Freezing:
         record_of(self.model).update(record)
         at = at_of(self.model)
         self.step = at.step
-        return self._set_trained(self._frozen(at.step))
+        return self._set_trained(frozen_by(self.line, self.groups, at.step))
 
     @torch.no_grad()
     def _orthonormalise(self, names: set[str]) -> None:
@@ -176,23 +182,27 @@ class Freezing:
 
     def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
         """During each of the optimizer's steps, layers that warm up are groups of their own with a smaller
-        learning rate. Between steps schedulers and checkpoints see the groups that they know."""
-        whole: list[list[dict[str, Any]]] = []
+        learning rate. Between steps schedulers and checkpoints see the groups that they know, even if a step
+        raised an error."""
 
         def split(optimizer: Any, *_: Any) -> None:
+            self._join()
             factors = {
                 id(p): self.line.lr_factor(self.groups[name], self.step or 0)
                 for name, p in self.model.named_parameters()
                 if name in self.groups
             }
-            whole.append(optimizer.param_groups)
-            optimizer.param_groups = [part for group in whole[-1] for part in _parts(group, factors)]
-
-        def join(optimizer: Any, *_: Any) -> None:
-            optimizer.param_groups = whole.pop()
+            self._whole = optimizer.param_groups
+            optimizer.param_groups = [part for group in self._whole for part in _parts(group, factors)]
 
         optimizer.register_step_pre_hook(split)
-        optimizer.register_step_post_hook(join)
+        optimizer.register_step_post_hook(lambda *_: self._join())
+        optimizer.register_state_dict_pre_hook(lambda *_: self._join())
+
+    def _join(self) -> None:
+        """Give the optimizer its own groups back."""
+        if self._whole is not None and self.optimizer is not None:
+            self.optimizer.param_groups, self._whole = self._whole, None
 
     def trainer_callback(self) -> Any:
         """A `TrainerCallback` for the `callbacks` of Hugging Face's Trainer, given when it is made."""
@@ -210,6 +220,12 @@ class Freezing:
 
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 freezing.before_step(state.global_step)
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if freezing.groups and args.load_best_model_at_end and state.best_model_checkpoint:
+                    # The weights are those of that step, perhaps of another stage.
+                    saved = read_json(Path(state.best_model_checkpoint) / "config.json")["oelm"]
+                    freezing.restore({key: saved[key] for key in ("at", "digest")})
 
         return FreezingCallback()
 
@@ -248,7 +264,7 @@ def _orthonormalise(site: Site, method: Method) -> None:
     """Give every head of q or k its polar factor, times the method's gain."""
     weight = site.module.weight
     assert isinstance(weight, nn.Parameter)
-    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone()
+    full = gathered(weight).clone()
     if not full.isfinite().all():
         return  # a run that has diverged: for its loop to notice
     plain = replace(site, module=with_weight(site.module, full))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from oelm.system.private_torch import release_groups
 from oelm.system.private_transformers import block_class_names
+from oelm.system.shards import gathered
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MESHES: list[DeviceMesh] = []  # that models of this process were sharded over
@@ -134,4 +135,4 @@ def anyone(flag: bool, state: PartialState) -> bool:
 def norm_of(parameters: list[nn.Parameter], clip: float) -> Tensor:
     """The gradients' norm, after which they are clipped to `clip` (0: not at all)."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"), foreach=None)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return gathered(norm)

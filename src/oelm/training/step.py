@@ -73,9 +73,7 @@ class PlainStep:
     def _rebuild(self) -> None:
         """Adapt to another set of parameters that train. DDP reduces the gradients of what trained when it
         wrapped the model, and waits for them, so it must wrap it again; FSDP2 looks at every step."""
-        for parameter in self.parameters:
-            if not parameter.requires_grad:
-                self.optimizer.state.pop(parameter, None)
+        self.freezing.drop_moments(self.optimizer)
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             training, self.model = self.model.training, self.raw  # the old one lets go of the gradients
             self.model = parallel.wrap(self.raw, self.state, False).train(training)
