@@ -27,6 +27,7 @@ END, FIRST, SECOND, MARK = 0, 1, 2, 3
 # learning rates are such that a model learns and rounding grows.
 COMMON = {"training.lr": 1e-3, "training.seed": 3, "training.batch_size": 8, "method.name": "baseline"}
 COMMON |= {"training.log_every": 1, "training.save_every": 0, "training.choose_on": "last"}
+COMMON |= {"training.eval_every": 0}  # whatever a tree's default on the command line is
 CPU: dict[str, dict[str, Any]] = {
     "baseline": {},
     "baseline, fast paths off": {"training.fast": False},

@@ -150,7 +150,7 @@ class TrainingConfig(_Table):
     fallback: bool = True  # where the fast path gives NaN or infinity, continue on the plain path
     deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
-    eval_every: int = 0  # steps; 0: at the end of every epoch
+    eval_every: int | Literal["auto"] = 0  # steps; 0: at the end of every epoch; "auto": ten times
     save_every: int | None = None  # steps; None: every minute; evaluations that improve are saved too
     keep: int = 2  # checkpoints, besides the best
     log_every: int = 10
@@ -178,7 +178,7 @@ class TrainingConfig(_Table):
             for name in names:
                 value = getattr(self, name)
                 numbers = value.values() if isinstance(value, dict) else [value]
-                if any(number is not None and not fits(number) for number in numbers):
+                if any(isinstance(n, int | float) and not fits(n) for n in numbers):
                     raise UserError(f"training.{name} must be {must}, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas must be at least 0 and below 1, got {list(self.betas)}")

@@ -209,7 +209,7 @@ def test_before_anything_is_measured_no_learning_rates_of_it_are_blamed():
 def test_several_tasks_are_counted_by_method():
     records = pairs(5.0, task="imdb") + pairs(-5.0, task="ag_news") + pairs(5.0, task="sst2")
     sentence = said(records)
-    assert sentence.startswith("Compared with baseline in 3 settings: oelm is better in 2 (imdb, sst2)")
+    assert sentence.startswith("Compared with baseline in 3 settings. oelm: better in 2 (imdb, sst2)")
     assert "worse in 1 (ag_news) (−5.00 points)" in sentence
 
 
@@ -447,7 +447,7 @@ def test_warnings_that_differ_in_numbers_only_are_one_line():
     )
     (listed,) = [n for n in notices(View(analysis, Words("zh"))) if n.kind == "run"]
     assert listed.text == (
-        "imdb：测试集准确率 0.1000–0.1900 落后于简单基线 TF-IDF + 逻辑回归（0.9007）（运行数：10）"
+        "imdb：测试集准确率 0.1000–0.1900 落后于简单参照 TF-IDF + 逻辑回归（0.9007）（运行数：10）"
     )
     warnings = as_plain(analysis)["warnings"]  # for programs: the code, and the range of each number
     (told,) = [w["notice"]["values"]["warning"] for w in warnings if w["kind"] == "run"]
@@ -573,7 +573,7 @@ def test_a_run_of_an_experiment_always_has_the_published_figure_beside_it(model)
 def test_the_command_writes_prints_and_answers_in_json(study):
     result = CliRunner().invoke(app, ["report", str(study)])
     assert result.exit_code == 0 and "On imdb, " in result.output
-    assert result.output.rstrip().endswith("report.html")
+    assert result.output.rstrip().endswith("report.html\nnext     open the page in a browser")
     result = CliRunner().invoke(app, ["report", str(study), "--json"])
     values = json.loads(result.stdout)
     analysis = analyse(study)
@@ -682,7 +682,7 @@ def test_the_cost_of_a_schedule_says_what_is_frozen_when(tmp_path):
         copy_run(tmp_path / method, method, "imdb", 1e-3, 1, 0.8, results=results)
     for lang, text in (
         ("en", "70 (7.0 %; from step 1,200: 50; from step 1,300: 20)"),
-        ("zh", "第 1,200 步起：50; 第 1,300 步起：20"),
+        ("zh", "第 1,200 步起：50；第 1,300 步起：20"),
     ):
         _, markdown = rendered(list(find_records(tmp_path)), lang=lang)
         assert text in markdown and markdown.count("1,200") == 1

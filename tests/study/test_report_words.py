@@ -18,7 +18,7 @@ from oelm.study.report.notices import notices
 from oelm.study.report.numbers import with_minus
 from oelm.study.report.view import View, Words
 from oelm.system.messages import LANGUAGES, read_sentences
-from tests.claims.claim_records import BERT, UNRECORDED, pairs
+from tests.claims.claim_records import BERT, UNRECORDED, pairs, run
 
 PACKAGE = Path(oelm.__file__).parent
 
@@ -79,3 +79,30 @@ def test_one_style_of_numbers():
     view = View(analyse(PACKAGE.parents[1] / "results" / "demo"), Words("en"))
     merged = "0.9–1.1 % of the train, validation, test items are cut at 64 tokens (38 runs)"
     assert [listed.text for listed in notices(view)][-1] == f"movie-reviews.csv: {merged}"
+
+
+def test_chinese_has_one_word_for_one_thing_and_full_width_marks():
+    texts = "".join(
+        (PACKAGE / path).read_text() for path in ("study/report/words.toml", "system/messages.toml")
+    )
+    page = (PACKAGE.parents[1] / "README.zh-CN.md").read_text()
+    assert "简单参照" in texts and "简单参照" in page
+    assert "简单基线" not in texts + page and "对照方法" not in texts + page
+    records = [
+        run("oelm", seed, 0.8, environment={"numerics": seed, "commit": f"c{seed}"}) for seed in (1, 2)
+    ]
+    for lang, names in {"zh": ("数值版本", "提交"), "en": ("numerics version", "commit")}.items():
+        view = View(analyse_records(records, None), Words(lang))
+        told = [entry.text for entry in notices(view) if entry.kind == "mixture"]
+        assert len(told) == 2 and all(any(name in text for text in told) for name in names), told
+        assert lang == "en" or not any(", " in text for text in told)
+
+
+def test_verdicts_are_named_the_same_in_the_answer_and_in_the_table():
+    records = pairs(5.0, task="imdb") + pairs(0.0, n=3, spread=3.0, task="ag_news") + pairs(5.0, task="sst2")
+    analysis = analyse_records(records, None)
+    for lang in LANGUAGES:
+        words = Words(lang)
+        told = answer(View(analysis, words))[0]
+        for comparison in analysis.comparisons:
+            assert words(f"verdict.{comparison.verdict}") in told

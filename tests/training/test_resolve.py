@@ -11,6 +11,7 @@ from oelm.config import RunConfig, TaskConfig, make_config, resolve_config
 from oelm.data import open_store
 from oelm.study.catalogue import experiment_config, list_experiments
 from oelm.study.design import StudyConfig
+from oelm.study.request import plan_study
 from oelm.training import loop
 from oelm.training.loop import train
 from oelm.training.resolve import choice_of, objective_of, prepare_data, resolve_run
@@ -166,3 +167,35 @@ def test_without_save_every_the_clock_decides(tmp_path, monkeypatch):
         kept[seconds] = sorted(path.name for path in (tmp_path / str(seconds)).glob("checkpoints/step-*"))
     assert [int(name[5:]) for name in kept[0.0]] == [2, 4, 6, 8, 9]  # where the run looks at its loss anyway
     assert not kept[3600.0]  # what improved was held in memory
+
+
+def test_a_run_that_says_nothing_is_evaluated_about_ten_times(tmp_path, monkeypatch):
+    """And keeps what it began with, where it is extended; a file, an experiment and `make_config` keep 0."""
+    monkeypatch.setenv("OELM_CACHE_DIR", str(tmp_path / "cache"))
+    labelled(tmp_path / "d.csv", 400)
+    small = {"data": tmp_path / "d.csv", "model": "gpt-tiny", "tokenizer": "train:300", "max_length": 16}
+    small |= {"text": "body", "label": "topic", "show": False, "out": tmp_path / "run"}
+
+    def evaluated(result):
+        log = result.to_pandas()
+        return log[log["kind"] == "eval"]["step"].tolist()
+
+    assert evaluated(oelm.train(**small, steps=50)) == [*range(5, 51, 5)]
+    longer = oelm.train(**small, steps=60)
+    assert evaluated(longer) == [*range(5, 61, 5)]
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
+    once = oelm.train(**small | {"out": tmp_path / "file"}, config=tmp_path / "run.toml")
+    assert evaluated(once) == [3] and once.config.training.eval_every == 0
+    assert make_config({}).training.eval_every == 0
+
+
+def test_a_new_study_says_how_often_it_is_evaluated_and_an_older_one_keeps_its_own(tmp_path):
+    data = {"data": str(labelled(tmp_path / "d.csv", 100))}
+    new, _ = plan_study(None, tmp_path / "new", data, {})
+    assert new.task_config(None).training.eval_every == "auto"
+    named, _ = plan_study("fair-classification", tmp_path / "fair", {}, {})
+    assert named.task_config("imdb").training.eval_every == 0
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "study.toml").write_text(f'[task]\ndata = "{data["data"]}"\n')
+    old, _ = plan_study(None, tmp_path / "old", {}, {})
+    assert old.task_config(None).training.eval_every == 0

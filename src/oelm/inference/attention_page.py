@@ -53,7 +53,7 @@ def attention_page(statistics: dict[str, AttentionStatistics], lang: str = "en")
             for measure in MEASURES
             if _known(first, at, measure)
         ]
-    title = words("explain.title", runs=", ".join(statistics))
+    title = words("explain.title", runs=words.items(statistics))
     sections = {"overview": overview, "heads": maps}
     return to_html(Document(title, sample, [], answer, "", sections, "explain.made"), words)
 

@@ -48,8 +48,7 @@ class Pace:
 
 def evaluations(run: "ResolvedRun") -> int:
     """How often a run is evaluated: every so many steps or epoch, and at its end."""
-    every = run.config.training.eval_every or len(run.plan.epoch(0))
-    return -(-run.total_steps // every)
+    return -(-run.total_steps // (run.eval_every or len(run.plan.epoch(0))))
 
 
 def span(phases: list[list[tuple[int, float]]], places: int) -> float:

@@ -94,6 +94,8 @@ def plan_study(
         values = StudyFolder(folder).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
+    else:
+        values = {"training": {"eval_every": "auto"}}
     if profile is not None:
         values = merge(values, read_toml(Path(profile)))
     if "study.methods" in flags and isinstance(values.get("study"), dict):

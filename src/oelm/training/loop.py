@@ -148,7 +148,8 @@ def _steps(run: Run, plan: Plan) -> None:
         recent.append(_step(run, batches, k))
         norm, tokens = recent[-1].norm, recent[-1].tokens
         last = progress.step == run.resolved.total_steps
-        end = progress.step % training.eval_every == 0 if training.eval_every else k == len(batches) - 1
+        every = run.resolved.eval_every
+        end = progress.step % every == 0 if every else k == len(batches) - 1
         due = last or end or progress.step in training.extended_from
         logs = progress.step % training.log_every == 0 or last
         saves = _saves(run, logs)

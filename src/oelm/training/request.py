@@ -6,6 +6,7 @@ Nothing heavy is imported here: `import oelm` brings the function.
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,6 +85,8 @@ def train(
     flags |= {"plugins": list(plugin)} if plugin else {}
     base = experiment_config(experiment).to_dict() if experiment is not None else {}
     file = None if config is None else Path(config)
+    if experiment is None and file is None:
+        base = {"training": {"eval_every": "auto"}}
     asked = resolve_config(base, file, *split_assignments(flags, set))
     load_plugins(asked.plugins)
     if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
@@ -107,6 +110,7 @@ def run_training(
 
     wake_gpu()  # before torch is imported
     from oelm.method import Method
+    from oelm.training.folder import read_config
     from oelm.training.loop import train as train_run
     from oelm.training.parallel import process_state
     from oelm.training.resolve import default_folder, prepare_data
@@ -114,6 +118,9 @@ def run_training(
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
     folder, state, began = Path(out or default_folder(config)), process_state(), time.monotonic()
+    if config.training.eval_every == "auto" and (folder / "config.toml").is_file() and not overwrite:
+        there = read_config(folder).training.eval_every  # a run that is resumed or extended keeps its own
+        config = replace(config, training=replace(config.training, eval_every=there))
     with stopping(stop_after), state.main_process_first():
         config, store = prepare_data(config, state.device, show=show and bool(state.is_main_process))
     if stop_after is not None:  # preparing took some of it

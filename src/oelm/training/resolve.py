@@ -3,6 +3,7 @@
 Both return new frozen objects, and nothing changes these afterwards.
 """
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from oelm.training.folder import read_config
 
 # GPT-2's vocabulary is 93 % of the smallest model, and on a CPU nearly all of a language model's step.
 SMALL, SMALL_TOKENIZER = "gpt-tiny", "train:8192"
+EVALUATIONS = 10  # of a run that says nothing about it, on the command line and in Python
 UNBALANCED = 5  # times as many training items as the rarest class has, in the most frequent one
 LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
 
@@ -45,6 +47,11 @@ class ResolvedRun:
     total_steps: int
     warmup_steps: int
     warnings: tuple[Notice, ...]
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations; 0: at the end of every epoch."""
+        return int(self.config.training.eval_every)
 
 
 def resolve_run(
@@ -69,6 +76,9 @@ def resolve_run(
             "a run whose method has a freeze_schedule cannot go on with more steps: what was frozen when "
             "would change; train it anew"
         )
+    if training.eval_every == "auto":
+        config = replace(config, training=replace(training, eval_every=_interval(objective, plan, total)))
+        training = config.training
     warmup = warmup_steps(training.warmup, total)
     warnings = [warning, *store.warnings, large_vocabulary(str(config.model.name), objective)]
     if training.fsdp and processes == 1:
@@ -84,6 +94,16 @@ def resolve_run(
         warnings.append(notice("training.chosen_on_test"))
     noted = tuple(filter(None, warnings))
     return ResolvedRun(config, device, processes, precision, plan, total, warmup, noted)
+
+
+def _interval(objective: Objective, plan: Plan, total: int) -> int:
+    """Steps between evaluations: ten over the run, or fewer, so that they read at most twice as many items as
+    training does; where a model has to write at each of them, one an epoch (0)."""
+    if objective.store.kind == "seq2seq":
+        return 0
+    split = objective.plan("validation", 1, None, None) if "validation" in objective.store.splits else None
+    share = len(split.lengths) / max(1, len(plan.lengths)) if split is not None else 0.0
+    return max(1, math.ceil(total / EVALUATIONS), math.ceil(share * len(plan.epoch(0)) / 2))
 
 
 def warmup_steps(warmup: float, total: int) -> int:

@@ -125,7 +125,7 @@ def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
     words, group, parts = view.words, comparisons[0].group, []
     for verdict, several in _verdicts(comparisons).items():
         names = words.items(f"{_name(c)} {_amount(view, [c])}".strip() for c in several)
-        parts.append(words("answer.part_names", verdict=words(f"answer.is_{verdict}"), names=names))
+        parts.append(words("answer.part_names", verdict=words(f"verdict.{verdict}"), names=names))
     clauses = words("list.semicolon").join(parts)
     clauses = words("answer.against", reference_arm=group.reference_arm, clauses=clauses)
     return words("answer.on", task=view.label(group), clauses=clauses)
@@ -159,7 +159,7 @@ def _part(view: View, verdict: str, several: Sequence[Comparison], all_of_them: 
     names = words.items(view.label(c.group) for c in several[:MOST_NAMES])
     if len(several) > MOST_NAMES:
         names = words("list.more", names=names, count=len(several) - MOST_NAMES)
-    text = words(f"answer.{key}", verdict=words(f"answer.is_{verdict}"), count=len(several), names=names)
+    text = words(f"answer.{key}", verdict=words(f"verdict.{verdict}"), count=len(several), names=names)
     details = [_amount(view, several)] if verdict in ("better", "worse") else []
     if any(c.small_difference for c in several):
         details.append(words("verdict.small"))

@@ -168,7 +168,7 @@ def _environment(view: View) -> Table:
     seen: dict[str, Counter[str]] = defaultdict(Counter)
     for record in view.analysis.records:
         for key, value in record.made_with.items():
-            seen[words.name("repeat", key)][value] += 1
+            seen[words.name("recorded", key)][value] += 1
         if data := record.environment.get("data"):
             seen[words("repeat.data", task=record.task)][str(data)] += 1
     rows = []

@@ -66,17 +66,18 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
     for change in analysis.changes:
-        old, new = (_told(change[side]) for side in ("from", "to"))
+        old, new = (_told(view, change[side]) for side in ("from", "to"))
         yield "changed", notice("study.changed", key=change["key"], old=old, new=new)
     yield from _other_verdicts(view)
     if analysis.unplanned:
         yield "changed", notice("study.unplanned")
 
 
-def _told(value: Any) -> str:
+def _told(view: View, value: Any) -> str:
     """A value of a study's table as its file has it; an arm with settings by its name."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = ", ".join(str(v.get("arm", v.get("name")) if isinstance(v, dict) else v) for v in value)
+        arms = (v.get("arm", v.get("name")) if isinstance(v, dict) else v for v in value)
+        value = view.words.items(map(str, arms))
     return NOTHING if value in (None, "") else str(value)
 
 

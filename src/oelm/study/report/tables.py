@@ -232,7 +232,8 @@ def cost(view: View, group: Group) -> Table | None:
         parameters = runs[0].results.get("parameters") or {}
         frozen, total = parameters.get("frozen"), parameters.get("total")
         details = [f"{100 * frozen / total:.1f} %"] if frozen else []
-        share = view.with_detail(numbers.count(frozen or 0), "; ".join(details + _stages(view, parameters)))
+        details += _stages(view, parameters)
+        share = view.with_detail(numbers.count(frozen or 0), view.words("list.semicolon").join(details))
         # On a CPU a record holds only the peak of its process, and a process trains many runs.
         on_cpu = any(record.environment.get("device") == "cpu" for record in runs)
         sizes = [numbers.count(total), numbers.count(parameters.get("trainable")), share]

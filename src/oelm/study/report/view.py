@@ -69,7 +69,7 @@ class View:
             name = names[group.setting]
             alike = [other for other in groups if names[other.setting] == name]
             if len(alike) > 1:
-                name = f"{name} ({_distinction(group, alike, self.words('list.default'))})"
+                name = f"{name} ({_distinction(group, alike, self.words)})"
             labels[group.setting] = name
         return labels
 
@@ -163,13 +163,13 @@ def task_name(group: Group) -> str:
     return file if Path(file).stem == group.task else group.task
 
 
-def _distinction(group: Group, alike: list[Group], default: str) -> str:
+def _distinction(group: Group, alike: list[Group], words: Words) -> str:
     """The keys of the config that distinguish a group from others of its task: `dropout=0.1`."""
     configs, config = [_settings(other) for other in alike], _settings(group)
     keys = dict.fromkeys(key for values in configs for key in values)
     differing = [key for key in keys if len({str(values.get(key)) for values in configs}) > 1]
-    texts = [f"{key.split('.')[-1]}={config.get(key, default)}" for key in differing]
-    return ", ".join(texts) or group.setting[:6]
+    texts = [f"{key.split('.')[-1]}={config.get(key, words('list.default'))}" for key in differing]
+    return words.items(texts) or group.setting[:6]
 
 
 def _settings(group: Group) -> dict[str, Any]:
