@@ -99,7 +99,7 @@ def resolve_run(
 def _interval(objective: Objective, plan: Plan, total: int) -> int:
     """Steps between evaluations: ten over the run, or fewer, so that they read at most twice as many items as
     training does; where a model has to write at each of them, one an epoch (0)."""
-    if objective.store.kind == "seq2seq":
+    if objective.kind.writes:
         return 0
     split = objective.plan("validation", 1, None, None) if "validation" in objective.store.splits else None
     share = len(split.lengths) / max(1, len(plan.lengths)) if split is not None else 0.0
