@@ -1,6 +1,6 @@
 """A trained model as a function of texts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,15 @@ class Predictions(list[dict[str, Any]]):
         return pandas.DataFrame(list(self))
 
 
+def open_trained(path: Path, say: Callable[[str], None] = lambda text: None) -> Trained:
+    """The model of a run or a folder; of a study the best of those it kept, which `say` is told."""
+    if not is_study(path):
+        return Trained(path)
+    best = best_model(path)
+    say(f"model: {best}")
+    return Trained(best.run)
+
+
 class Predictor:
     """The model of a run's folder, of a saved model's or, of a study's, the best that it kept.
 
@@ -31,8 +40,7 @@ class Predictor:
     """
 
     def __init__(self, path: str | Path) -> None:
-        folder = Path(path)
-        self.trained = Trained(best_model(folder).run if is_study(folder) else folder)
+        self.trained = open_trained(Path(path))
 
     def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
         """Answers to texts or, where the model reads pairs or questions, to tuples of two."""
