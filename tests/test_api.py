@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +126,30 @@ def test_mistakes() -> None:
 def test_the_function_and_the_package_of_a_study_live_together() -> None:
     """`import oelm.study.design`, above, leaves `oelm.study` the function."""
     assert inspect.isfunction(oelm.study) and oelm.study.__module__ == "oelm.study.request"
+
+
+def test_what_a_caller_of_python_relies_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OELM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_plugin.py").write_text("")
+    labelled(tmp_path / "d.csv", 80)
+    columns = {"text": "body", "label": "topic"}
+    result = oelm.train(data=tmp_path / "d.csv", **columns, **SMALL, steps=2, out=tmp_path / "x", show=False,
+                        plugin="own_plugin")  # fmt: skip
+    assert result.config.plugins == ("own_plugin",)
+    answers = oelm.Predictor(result.folder).file(tmp_path / "d.csv", **columns)
+    right = sum(row["topic"] == row["predicted_label"] for row in answers)
+    assert len(answers) == 80 and f"{right} of the 80 labels" in answers.compared
+    with pytest.raises(TypeError, match="unknown option 'stepz'"):
+        oelm.train(data=tmp_path / "d.csv", stepz=2)
+    with pytest.raises(oelm.Interrupted):
+        oelm.train(data=tmp_path / "d.csv", **columns, **SMALL, steps=5000, out=tmp_path / "y", show=False,
+                   stop_after=0.5)  # fmt: skip
+
+
+def test_a_tab_in_a_text_of_a_pair_is_a_space():
+    asked = []
+    predictor = object.__new__(oelm.Predictor)
+    predictor.trained = SimpleNamespace(predict=lambda lines: asked.extend(lines) or [])
+    predictor([("a\tpremise", "a hypothesis")])
+    assert asked == ["a premise\ta hypothesis"]

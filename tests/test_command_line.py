@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from oelm.cli import show
+from oelm.cli.bench import ON_CPU, ON_GPU
 from oelm.cli.main import app
 from oelm.config import RunConfig
 from oelm.errors import UserError
@@ -46,6 +47,10 @@ def test_the_help_names_the_defaults_that_hold() -> None:
     assert f"Default: {','.join(map(str, table.methods))}" in study["methods"]
     grid = re.search(r"default: (.+)\.$", study["lrs"])
     assert grid and [float(lr) for lr in grid[1].split(",")] == table.lrs
+    assert f"{table.launcher} (the default)" in study["launcher"]
+    bench = _help("bench")
+    for name in ("steps", "rounds", "max_length", "tokens_per_step"):
+        assert f"Default: {ON_CPU[name]}, on a GPU {ON_GPU[name]}." in bench[name]
     assert f"default: {table.seeds}" in study["seeds"] and f"default: {table.margin:g}" in study["margin"]
 
 

@@ -28,7 +28,7 @@ def _is_command_line() -> bool:
 if not _is_command_line():
     from oelm.audit import Audit, Fingerprint, audit, fingerprint
     from oelm.convert import ConversionReport, convert, load, refreeze, release
-    from oelm.errors import AuditError, UserError
+    from oelm.errors import AuditError, Interrupted, RunError, UserError
     from oelm.method import PRESETS, Method, get_method
     from oelm.models.create import create_oelm_classifier, to_gpt2
     from oelm.models.families import FAMILIES, Attention, Family
@@ -46,11 +46,11 @@ if not _is_command_line():
 
     __all__ = [
         "FAMILIES", "PRESETS", "Attention", "Audit", "AuditError", "ConversionReport", "Family",
-        "Fingerprint", "Freezing", "Method", "OelmGPTConfig", "OelmGPTForCausalLM",
+        "Fingerprint", "Freezing", "Interrupted", "Method", "OelmGPTConfig", "OelmGPTForCausalLM",
         "OelmGPTForQuestionAnswering", "OelmGPTForSequenceClassification", "OelmGPTForTokenClassification",
-        "OelmGPTModel", "Predictor", "UserError", "__version__", "audit", "convert", "create_oelm_classifier",
-        "fingerprint", "get_method", "gpt_config", "load", "refreeze", "release", "report", "study",
-        "to_gpt2", "train",
+        "OelmGPTModel", "Predictor", "RunError", "UserError", "__version__", "audit", "convert",
+        "create_oelm_classifier", "fingerprint", "get_method", "gpt_config", "load", "refreeze", "release",
+        "report", "study", "to_gpt2", "train",
     ]  # fmt: skip
 
 if not TYPE_CHECKING:

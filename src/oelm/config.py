@@ -22,7 +22,8 @@ from oelm.system.library_errors import first_line
 from oelm.system.validation import checked
 
 Role = Literal["q", "k", "v", "o", "ffn_in", "ffn_out", "norms", "embeddings", "head"]
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".conll", ".txt")  # of a user's own file
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".json")  # of files with rows and columns
+SUFFIXES = (*TABLES, ".conll", ".txt")  # of a user's own file
 LONGEST = 1 << 20  # tokens of a text: more fits no model
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 

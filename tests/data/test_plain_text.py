@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from oelm.data import Choice, Store, load_file, prepare
+from oelm.data.documents import is_text, text_files
 from oelm.errors import UserError
+from tests.command_line import caller
 from tests.data.made import parquet, sentence, write_csv, write_jsonl
 
 TEXTS = [f"{sentence(random.Random(i))}\n{sentence(random.Random(-i))} – {i}" for i in range(40)]
@@ -94,3 +96,38 @@ def test_refusals(tmp_path: Path, name: str, content: bytes, options: dict[str, 
         path = path.parent
     with pytest.raises(UserError, match=says):
         load_file(path, **options)
+
+
+def test_a_folder_of_files_named_in_capitals(tmp_path: Path) -> None:
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i:02}.{'TXT' if i % 2 else 'txt'}").write_text(text)
+    assert len(text_files(tmp_path)) == len(TEXTS) and is_text(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OELM_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tales.txt").write_text("\n\n".join(TEXTS))
+    words = ["study", "--data", tmp_path / "tales.txt", "--tokenizer", "train:300", "--max-length", 16]
+    words += [
+        "--steps",
+        2,
+        "--model",
+        "gpt-tiny",
+        "--lrs",
+        "1e-3",
+        "--seeds",
+        1,
+        "--jobs",
+        1,
+        "--out",
+        tmp_path / "s",
+    ]
+    call = caller(monkeypatch, capsys)
+    code, out, err = call(*words)
+    assert code == 0 and "perplexity" in out, err
+    assert out.splitlines()[-1].endswith(f"oelm generate {tmp_path / 's'} 'Once upon a time'")
+    code, out, err = call("generate", tmp_path / "s", "Once", "--tokens", 3)
+    assert code == 0 and out.startswith("Once"), err

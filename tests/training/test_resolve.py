@@ -95,6 +95,8 @@ def test_a_vocabulary_far_larger_than_the_model_is_noted(model, vocabulary, perc
     texts = made_texts("made", [5, 9] * 20, vocabulary, 32)
     notes = resolved({"steps": 1}, texts, model={"name": model}).warnings
     assert all(note.code != "training.large_vocabulary" for note in notes), "a classifier has no such head"
+    noted = any(note.code == "training.large_embedding" for note in notes)
+    assert noted == (percent is not None and percent > 90)
 
 
 def test_settings_that_would_mislead_are_noted(tmp_path):

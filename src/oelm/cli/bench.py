@@ -6,13 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli.options import parts, seconds_of
+from oelm.cli.options import listed, seconds_of
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
 # Sizes that two cores of a laptop finish in minutes, and that keep a large GPU busy.
 ON_CPU: dict[str, Any] = {"max_length": 128, "tokens_per_step": 1024, "steps": 10, "rounds": 3}
 ON_GPU: dict[str, Any] = {"max_length": 512, "tokens_per_step": 65536, "steps": 100, "rounds": 5}
+
+
+def _default(name: str) -> str:
+    return f"Default: {ON_CPU[name]}, on a GPU {ON_GPU[name]}."
 
 
 def bench(
@@ -28,14 +32,21 @@ def bench(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Texts in a step of classification.", min=1)] = 16,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens in a step of all other work.", min=1)
+        int | None,
+        typer.Option(help=f"Tokens in a step of all other work. {_default('tokens_per_step')}", min=1),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of a timed window; a fifth as many for large steps.", min=1)
+        int | None,
+        typer.Option(
+            help=f"Steps of a timed window; a fifth as many for large steps. {_default('steps')}", min=1
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Timed windows of each arm, interleaved.", min=1)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help=f"Timed windows of each arm, interleaved. {_default('rounds')}", min=1)
+    ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest window or synthetic text, in tokens.", min=1)
+        int | None,
+        typer.Option(help=f"Longest window or synthetic text, in tokens. {_default('max_length')}", min=1),
     ] = None,
     vocab_size: Annotated[
         int, typer.Option(help="Vocabulary of synthetic texts, without --data.", min=3)
@@ -86,10 +97,10 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
     values = (ON_GPU if gpu else ON_CPU) | {key: value for key, value in given.items() if value is not None}
     sizes = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size")
     settings = Settings(
-        work=WORKS if values["work"] == "all" else tuple(parts(values["work"])),
+        work=WORKS if values["work"] == "all" else tuple(listed(values["work"])),
         size=values.get("size") or default_model(device),
         data=tuple(values.get("data", ())),
-        leave_out=tuple(parts(values["leave_out"])),
+        leave_out=tuple(listed(values["leave_out"])),
         compile=values.get("compile_", gpu),
         stop_after=seconds_of(values.get("stop_after")),
         **{key: values[key] for key in sizes},

@@ -13,7 +13,7 @@ import typer
 from oelm.errors import UserError
 from oelm.system.files import check_name
 from oelm.system.plugins import load_plugins
-from oelm.training.request import spelled_out
+from oelm.training.request import listed, spelled_out
 
 LONGEST = 366 * 24 * 3600  # seconds; a timer of the system cannot take any number
 
@@ -36,8 +36,8 @@ def use_gpus(numbers: str | None) -> str | None:
     if numbers is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
-            chosen = [int(number) for number in parts(numbers)]
-            names = [parts(visible)[number] for number in chosen] if visible else list(map(str, chosen))
+            chosen = [int(number) for number in listed(numbers)]
+            names = [listed(visible)[number] for number in chosen] if visible else list(map(str, chosen))
         except (ValueError, IndexError):
             names = []
         if not names:
@@ -61,11 +61,6 @@ def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
     if not 0 < seconds <= LONGEST:
         raise UserError(f"{option} {text[:40]!r} is not a time of at most a year; write 90s, 9m or 2h")
     return seconds
-
-
-def parts(text: str) -> list[str]:
-    """The parts of a list with commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 Text = Annotated[str | None, typer.Option(help="Column of the text; default: text.")]

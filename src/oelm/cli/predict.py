@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm.cli import options
+from oelm.config import TABLES
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
@@ -36,15 +37,10 @@ def watched(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def load_trained(run: Path) -> "Trained":
-    """The model of a run or, of a study, the best of those it kept."""
-    from oelm.inference.trained import Trained
-    from oelm.study.kept_models import best_model, is_study
+    """The model of a run or, of a study, the best of those it kept, which is named."""
+    from oelm.inference.predictor import open_trained
 
-    if is_study(run):
-        best = best_model(run)
-        note(f"model: {best}")
-        run = best.run
-    return Trained(run)
+    return open_trained(run, note)
 
 
 @app.command()
@@ -75,7 +71,7 @@ def predict(
 
     if out is not None:
         check_new_table(out)
-    is_table = file.suffix.lower() in tables.SUFFIXES
+    is_table = file.suffix.lower() in TABLES
     if not is_table and (text or text_pair or label):
         raise UserError(f"--text, --text-pair and --label name columns, and {file} is read line by line")
     table = None

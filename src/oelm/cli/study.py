@@ -43,7 +43,8 @@ def study(
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
     launcher: Annotated[
-        str | None, typer.Option(help="Where runs are trained: local, workers (see oelm work) or slurm.")
+        str | None,
+        typer.Option(help="Where runs are trained: local (the default), workers (see oelm work) or slurm."),
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Train on Slurm: --launcher slurm.")] = False,
     profile: Annotated[
@@ -68,9 +69,8 @@ def study(
     Examples: oelm study --data my.csv --text body --label topic --out s;
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
-    from oelm.study.decide import fewest_seeds
     from oelm.study.report.view import Words
-    from oelm.study.request import plan_study
+    from oelm.study.request import note_few_seeds, plan_study
 
     Words(lang)  # a language that does not exist must not cost a study
     table: dict[str, Any] = {
@@ -79,10 +79,7 @@ def study(
         "launcher": "slurm" if slurm else launcher,
     }  # fmt: skip
     planned, folder = plan_study(name, out, given, table, set_ or (), plugin or (), profile)
-    comparisons = len(planned.contrasts) * len(planned.tasks)
-    if planned.looks[-1] < (fewest := fewest_seeds(comparisons)):
-        count = f"{comparisons} comparison{'s' * (comparisons != 1)}"
-        say(f"note: a verdict on {count} needs {fewest} seeds; {planned.looks[-1]} are planned", err=True)
+    note_few_seeds(planned)
     if dry_run:
         say(describe(planned, folder))
         say("next     the same command without --dry-run")

@@ -8,11 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from oelm.config import TABLES
 from oelm.errors import UserError
 from oelm.system.files import replacing
 from oelm.system.library_errors import first_line
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+SUFFIXES = tuple(suffix for suffix in TABLES if suffix != ".json")  # which cannot be written row by row
 Row = dict[str, Any]
 
 

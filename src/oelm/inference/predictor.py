@@ -1,6 +1,6 @@
 """A trained model as a function of texts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,24 @@ if TYPE_CHECKING:
 
 
 class Predictions(list[dict[str, Any]]):
-    """Answers in the order of the texts, each with its text."""
+    """Answers in the order of the texts, each with its text; `compared` says how often a file's column of
+    labels says the same, and is empty where there is none."""
+
+    compared: str = ""
 
     def to_pandas(self) -> "pandas.DataFrame":
         import pandas
 
         return pandas.DataFrame(list(self))
+
+
+def open_trained(path: Path, say: Callable[[str], None] = lambda text: None) -> Trained:
+    """The model of a run or a folder; of a study the best of those it kept, which `say` is told."""
+    if not is_study(path):
+        return Trained(path)
+    best = best_model(path)
+    say(f"model: {best}")
+    return Trained(best.run)
 
 
 class Predictor:
@@ -28,18 +40,24 @@ class Predictor:
     """
 
     def __init__(self, path: str | Path) -> None:
-        folder = Path(path)
-        self.trained = Trained(best_model(folder).run if is_study(folder) else folder)
+        self.trained = open_trained(Path(path))
 
     def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
         """Answers to texts or, where the model reads pairs or questions, to tuples of two."""
         given = [texts] if isinstance(texts, str) else texts
-        lines = (text if isinstance(text, str) else "\t".join(text) for text in given)
+        # A tab separates the two texts of a pair, so there can be none in them.
+        lines = (t if isinstance(t, str) else "\t".join(part.replace("\t", " ") for part in t) for t in given)
         return Predictions(self.trained.predict(lines))
 
-    def file(self, path: str | Path, text: str | None = None, text_pair: str | None = None) -> Predictions:
+    def file(
+        self, path: str | Path, text: str | None = None, text_pair: str | None = None,
+        label: str | None = None,
+    ) -> Predictions:  # fmt: skip
         """The rows of a CSV, TSV, JSON or Parquet file with their answers, as `oelm predict` gives them."""
-        return Predictions(Table(self.trained, path, text, text_pair).predict())
+        table = Table(self.trained, path, text, text_pair, label)
+        answers = Predictions(table.predict())
+        answers.compared = str(table.agreement) if table.reader.compared else ""
+        return answers
 
     def generate(
         self, prompt: str, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0

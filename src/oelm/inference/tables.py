@@ -12,7 +12,6 @@ from oelm.errors import UserError
 from oelm.inference.agreement import Agreement
 from oelm.inference.trained import Trained
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")  # of tables; other files hold lines
 PREFIX = "predicted_"
 Row = dict[str, Any]
 

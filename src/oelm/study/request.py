@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from oelm.config import flag_keys, merge, overrides, read_toml
 from oelm.errors import UserError
 from oelm.system.plugins import load_plugins
-from oelm.training.request import Assignments, PathLike, spelled_out, split_assignments, takes_options
+from oelm.system.terminal import say
+from oelm.training.request import (
+    Assignments,
+    PathLike,
+    listed,
+    spelled_out,
+    split_assignments,
+    takes_options,
+)
 
 if TYPE_CHECKING:
     from oelm.study.design import Study
@@ -40,7 +48,7 @@ def study(
     out: PathLike | None = None,
     stop_after: float | None = None,
     lang: str = "en",
-    plugin: Iterable[str] = (),
+    plugin: str | Iterable[str] = (),
     show: bool = True,
     **options: Any,
 ) -> "StudyResult":
@@ -56,6 +64,8 @@ def study(
     table |= {"until_decided": until_decided, "max_seeds": max_seeds, "margin": margin, "jobs": jobs}
     table |= {"launcher": "slurm" if slurm else launcher}
     planned, folder = plan_study(name, out, options, table, set, plugin, profile)
+    if show:
+        note_few_seeds(planned, err=False)  # which a notebook would show as an error
     return conduct_study(planned, folder, stop_after, lang, show)
 
 
@@ -65,7 +75,7 @@ def plan_study(
     options: Mapping[str, Any],
     table: Mapping[str, Any],
     set: Assignments = (),
-    plugin: Iterable[str] = (),
+    plugin: str | Iterable[str] = (),
     profile: PathLike | None = None,
 ) -> tuple["Study", Path]:
     """The study a user asks for, and its folder: one by name or the one in the folder `out`, overridden by
@@ -78,7 +88,7 @@ def plan_study(
         raise TypeError(f"a study has no option {wrong[0]!r}; it has task, methods, lrs and seeds")
     given = spelled_out(options)
     table = {
-        key: _listed(value) if key in LISTS else value for key, value in table.items() if value is not None
+        key: listed(value) if key in LISTS else value for key, value in table.items() if value is not None
     }
     title = str(name or given.get("data") or "-".join(table.get("tasks") or ["study"]))
     folder = Path(out or Path("studies", Path(title).stem.strip(".") or "study"))
@@ -100,13 +110,23 @@ def plan_study(
         values = merge(values, read_toml(Path(profile)))
     if "study.methods" in flags and isinstance(values.get("study"), dict):
         values["study"].pop("arms", None)
-    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *plugin])]:
+    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *listed(plugin)])]:
         values["plugins"] = plugins
         load_plugins(plugins)
     planned = make_study(merge(values, overrides(flags, assignments)), str(name or "options"))
     LAUNCHERS.find(planned.table.launcher)  # before anything is prepared
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
     return planned, folder
+
+
+def note_few_seeds(planned: "Study", err: bool = True) -> None:
+    """Say so where a study plans fewer seeds than a verdict needs."""
+    from oelm.study.decide import fewest_seeds
+
+    comparisons = len(planned.contrasts) * len(planned.tasks)
+    if planned.looks[-1] < (fewest := fewest_seeds(comparisons)):
+        count = f"{comparisons} comparison{'s' * (comparisons != 1)}"
+        say(f"note: a verdict on {count} needs {fewest} seeds; {planned.looks[-1]} are planned", err=err)
 
 
 def conduct_study(
@@ -129,10 +149,3 @@ def report(folder: PathLike, *, lang: str = "en") -> "StudyResult":
     from oelm.study.study_result import StudyResult
 
     return StudyResult(Path(folder), write_report(Path(folder), lang), lang)
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list, or the parts of one written with commas."""
-    return (
-        [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
-    )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
@@ -52,7 +53,9 @@ def _leaves(path: str, given: Any, value: Any) -> Iterator[tuple[str, Any, Any]]
 
 
 def _explain(error: Any, kind: Any, table: str) -> str:
-    *section, _ = parts = [str(part) for part in error["loc"] if part != "[key]"] or [""]
+    tags = re.compile(r"\[key\]|int|float|str|bool|(literal|dict|list)\[.*\]")  # of alternatives, not keys
+    parts = [str(part) for part in error["loc"] if not tags.fullmatch(str(part))] or [""]
+    section = parts[:-1]
     path = ".".join(filter(None, [table, *parts]))
     if error["type"] == "unexpected_keyword_argument":
         for part in section:

@@ -38,6 +38,13 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
+def listed(value: Any) -> list[Any]:
+    """A list, or the parts of one written with commas."""
+    if not isinstance(value, str):
+        return list(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
 def takes_options(*without: str) -> Callable[[F], F]:
     """Show every option in the signature of a function that takes them as **options."""
 
@@ -63,7 +70,7 @@ def train(
     stop_after: float | None = None,
     stop_at_chance: bool = False,
     fair: bool = False,
-    plugin: Iterable[str] = (),
+    plugin: str | Iterable[str] = (),
     on_step: Callback | None = None,
     on_evaluation: Callback | None = None,
     show: bool = True,
@@ -82,7 +89,7 @@ def train(
     flags = flag_keys(spelled_out(options))
     flags |= {"training.stop_at_chance": True} if stop_at_chance else {}
     flags |= {"task.hold_out": True, "training.choose_on": "validation"} if fair else {}
-    flags |= {"plugins": list(plugin)} if plugin else {}
+    flags |= {"plugins": listed(plugin)} if plugin else {}
     base = experiment_config(experiment).to_dict() if experiment is not None else {}
     file = None if config is None else Path(config)
     if experiment is None and file is None:

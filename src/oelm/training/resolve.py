@@ -33,6 +33,7 @@ SMALL, SMALL_TOKENIZER = "gpt-tiny", "train:8192"
 EVALUATIONS = 10  # of a run that says nothing about it, on the command line and in Python
 UNBALANCED = 5  # times as many training items as the rarest class has, in the most frequent one
 LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
+LARGEST_READ_SHARE = 0.9  # the same where the model only reads them
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,17 @@ def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | 
 
 def large_vocabulary(model: str, objective: Objective) -> Notice | None:
     """A note on a reference GPT most of which is the embedding of its tokens: as a language model it computes
-    little else."""
-    if model not in SIZES or not objective.kind.predicts_tokens:
+    little else, and as a classifier it learns few of them from a small dataset."""
+    if model not in SIZES:
         return None
     layers, width, _, positions = SIZES[model]
     tokens = objective.store.vocab_size
     share = tokens / (tokens + positions + 12 * layers * width)  # of (..) x width numbers, norms left out
-    if share <= LARGEST_SHARE:
+    predicts = objective.kind.predicts_tokens
+    if share <= (LARGEST_SHARE if predicts else LARGEST_READ_SHARE):
         return None
-    return notice("training.large_vocabulary", model=model, vocabulary=tokens, percent=round(100 * share))
+    code = "training.large_vocabulary" if predicts else "training.large_embedding"
+    return notice(code, model=model, vocabulary=tokens, percent=round(100 * share))
 
 
 def unbalanced(store: Store) -> Notice | None:
