@@ -17,7 +17,6 @@ twice that for a reduction that all get. Latencies of the network are left out. 
 
 import argparse
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ FITTED = {
 # In the order of their parameters; layers and width are those of the model's size.
 RECORDS = {
     "gpt-tiny, classifier, 2 CPU cores": ("cpu", "sst2", "ours", 2, 128),
-    "gpt-tiny, classifier, 1 of 2 cores": ("demo", "", "", 2, 128),
     "MiniLM's shape, classifier": ("h200-minilm", "sst2", "ours", 6, 384),
     "Medium-512, classifier of pairs": ("h200", "xnli", "ours", 6, 512),
     "Medium-512, classifier of reviews": ("h200", "imdb", "ours", 6, 512),
@@ -98,9 +96,7 @@ class Measured:
 
 
 def read(file: str, case_name: str, arm_name: str, layers: int, width: int) -> Measured:
-    """The step of an arm of a record in this folder; of "demo", the median of the published demo's runs."""
-    if file == "demo":
-        return _demo(layers, width)
+    """The step of an arm of a record in this folder."""
     record = json.loads((HERE / f"{file}.json").read_text())
     case = next(case for case in record["cases"] if case["name"] == case_name)
     arm = next(arm for arm in case["arms"] if arm["name"] == arm_name)
@@ -109,24 +105,6 @@ def read(file: str, case_name: str, arm_name: str, layers: int, width: int) -> M
         arm["parameters"], window["tokens"] / window["steps"], window["operations"] / window["steps"],
         case["matmul"]["operations_per_s"], arm["optimizer_bytes"], layers, width, arm["step_s"],
         arm["peak_memory_bytes"], file == "cpu", file in BERTS, case["kind"] == "lm",
-    )  # fmt: skip
-
-
-def _demo(layers: int, width: int) -> Measured:
-    runs = sorted((HERE.parent / "results" / "demo" / "runs").glob("*/baseline/*"))
-    results, timings = (
-        [json.loads((run / name).read_text()) for run in runs]
-        for name in ("results.json", "timing_stats.json")
-    )
-    one = results[0]
-    texts, tokens = one["samples"] / one["steps"], one["tokens"] / one["steps"]
-    load = Load(round(texts), round(tokens), round(tokens * tokens / texts))
-    total = one["parameters"]["total"]
-    rate = read("cpu", "sst2", "ours", layers, width).rate / 2  # each had one thread of two
-    step = statistics.median(timing["median_s"] for timing in timings)
-    return Measured(
-        total, tokens, load.operations(_config("gpt-tiny"), "classification", causal=False), rate, 8 * total,
-        layers, width, step, None, cpu=True,
     )  # fmt: skip
 
 

@@ -344,7 +344,7 @@ def test_a_baseline_behind_its_trivial_reference_is_decided_and_said():
     references = {"references": {"tfidf_logreg": {"test": {"accuracy": 0.9007}}}}
     found = verdict("C1", pairs(0, results=references))
     assert "baseline is behind the trivial baseline tfidf_logreg: 0.8 against 0.9007" in found.reason
-    assert "baseline 不如简单基线 tfidf_logreg" in found.reason_zh
+    assert "baseline 不如简单参照 tfidf_logreg" in found.reason_zh
 
 
 def test_the_size_a_claim_was_judged_on_is_said():

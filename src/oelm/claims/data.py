@@ -99,6 +99,11 @@ def join(sentences: Iterable[Sentence], between: Sentence = (" ", "")) -> Senten
     return between[0].join(pair[0] for pair in pairs), between[1].join(pair[1] for pair in pairs)
 
 
+def listed(names: Iterable[str]) -> Sentence:
+    texts = list(names)
+    return ", ".join(texts), "、".join(texts)
+
+
 def format_number(value: float, unit: str, signed: bool = True) -> str:
     """A number without its unit, which is "points" or "%"."""
     return "0" if value == 0 else f"{value:{'+' if signed else ''}.{2 if unit == 'points' else 1}f}"

@@ -77,7 +77,7 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Sentence:
     from scipy import stats
 
     usable = [case for case in cases if not case.problem and case.task in tasks]
-    names = ", ".join(tasks)
+    names = data.listed(tasks)
     if sorted(case.task for case in usable) != sorted(tasks):
         return sentence("growth_few", tasks=names)
     usable.sort(key=lambda case: tasks.index(case.task))

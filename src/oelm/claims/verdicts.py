@@ -115,7 +115,7 @@ def _threshold(
     counting = _counting(findings)
     verdict = _combine({f.verdict for f in counting}, bool(missing), claim.one_refutes)
     decisive = _decisive(counting, verdict)
-    rest = [sentence("absent", tasks=", ".join(missing))] if missing else []
+    rest = [sentence("absent", tasks=data.listed(missing))] if missing else []
     rest += [sentence("copied", n=len(fitting.copies))] if fitting.copies else []
     if claim.per_hour:
         verdict, hour = _per_hour(verdict, benchmarks)
@@ -124,7 +124,7 @@ def _threshold(
     if claim.growth:
         sentences.append(growth_sentence(claim.growth, cases))
     if models := sorted({setting.model for setting in fitting.left_out}):
-        sentences.append(sentence("left_aside", models=", ".join(models)))
+        sentences.append(sentence("left_aside", models=data.listed(models)))
     why = [*_summary(counting), sentence("at", where=decisive.label, why=decisive.why), *rest]
     numbers = {key: getattr(decisive, key) for key in ("number", "interval", "n", "unit")}
     return _verdict(claim, verdict, sentences, findings, why, **numbers)
@@ -137,7 +137,7 @@ def _summary(findings: Sequence[Finding]) -> list[Sentence]:
     sentences = []
     for outcome in data.VERDICTS:
         if counts := Counter(finding.label for finding in findings if finding.verdict == outcome):
-            names = ", ".join(f"{n} x {label}" if n > 1 else label for label, n in counts.items())
+            names = data.listed(f"{n} x {label}" if n > 1 else label for label, n in counts.items())
             name = tuple(data.claim_data()["verdicts"][outcome])
             sentences.append(sentence("summary", verdict=name, settings=names))
     return sentences
@@ -258,7 +258,7 @@ def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
     places = sorted({(setting.architecture, setting.kind) for setting in known})
     architectures, kinds = [a for a, _ in places], [k for _, k in places]
     if len(set(architectures)) == len(places) or len(set(kinds)) == len(places):
-        seen = ", ".join(f"{a} {k}" for a, k in places) or "-"
+        seen = data.listed(f"{a} {k}" for a, k in places) if places else "-"
         return _verdict(claim, NOT_DECIDED, [sentence("kinds_missing", seen=seen)])
     findings = _decide(claim, [make_case(claim, setting) for setting in known], len(fitting.planned))
     outcomes: dict[str, set[str]] = defaultdict(set)
