@@ -15,7 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from oelm.system.terminal import UNPRINTABLE, console, plain
+from oelm.study.analysis import analyse
+from oelm.study.report import summary
+from oelm.system.terminal import UNPRINTABLE, columns, console, plain
 from tests.command_line import caller
 from tests.data.made import sentence, write_csv
 
@@ -95,3 +97,15 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_at_once(tmp_path: Path, word
     assert done.returncode == 2
     assert done.stderr.decode() == "oelm: f\\udcff is not a name in UTF-8; name another folder\n"
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_narrow_terminal_gets_narrow_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a pipe or a log the usual one."""
+    assert columns(80) == 80
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for wide, shown in ((60, 60), (120, 80), (10, 40)):
+        monkeypatch.setenv("COLUMNS", str(wide))
+        assert columns(80) == shown
+    analysis = analyse(Path(__file__).parents[2] / "results" / "demo")
+    for width in (40, 60, 80):
+        assert max(map(len, summary(analysis, width=width).splitlines())) <= width

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oelm.errors import UserError
 from oelm.system.files import read_object
 from oelm.system.messages import fill, read_notice
+from oelm.system.terminal import columns
 
 if TYPE_CHECKING:
     from oelm.study.result_types import Analysis
@@ -43,7 +44,7 @@ def study(folder: Path) -> str:
     """A study's results so far and what to do with it; empty where the folder is no study."""
     from oelm.study.analysis import analyse
     from oelm.study.kept_models import is_study
-    from oelm.study.report import summary
+    from oelm.study.report.summary import WIDTH, summary
 
     if not is_study(folder):
         return ""
@@ -51,7 +52,8 @@ def study(folder: Path) -> str:
         analysis = analyse(folder)
     except UserError as error:  # nothing is measured yet
         return str(error)
-    return f"{summary(analysis)}\n\n{next_line(after_study(folder, analysis), f'oelm report {folder}')}"
+    text = summary(analysis, width=columns(WIDTH))
+    return f"{text}\n\n{next_line(after_study(folder, analysis), f'oelm report {folder}')}"
 
 
 def after_study(folder: Path, analysis: "Analysis") -> str:

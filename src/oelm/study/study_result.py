@@ -59,6 +59,7 @@ class StudyResult:
         return pandas.json_normalize(self.to_dict()["comparisons"], sep="_")
 
     def __repr__(self) -> str:
-        from oelm.study.report import summary
+        from oelm.study.report.summary import WIDTH, summary
+        from oelm.system.terminal import columns
 
-        return summary(self.analysis, self.lang)
+        return summary(self.analysis, self.lang, columns(WIDTH))

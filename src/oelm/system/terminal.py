@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,6 +34,13 @@ def say(text: Any = "", err: bool = False) -> None:
         silence(stream)
         if not err:
             raise SystemExit(0) from None
+
+
+def columns(most: int) -> int:
+    """The width of text on standard output: `most`, or less where that is a narrower terminal."""
+    if not sys.stdout.isatty():
+        return most
+    return max(40, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def silence(stream: TextIO) -> None:

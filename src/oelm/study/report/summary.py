@@ -24,15 +24,15 @@ from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 WIDTH = 80
 
 
-def summary(analysis: Analysis, lang: str = "en") -> str:
-    """The table of results of every setting, and the answer in two sentences."""
+def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
+    """The table of results of every setting, and the answer in two sentences. Without colour and markup: the
+    text is the same in a terminal, a pipe and a log."""
     view = View(analysis, Words(lang))
-    # Fixed width, no colour, no markup: the text is the same in a terminal, a pipe and a log.
     file = io.StringIO()
     console = Console(
         force_jupyter=False,
         file=file,
-        width=WIDTH,
+        width=width,
         color_system=None,
         markup=False,
         highlight=False,
