@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from oelm.errors import UserError
-from oelm.method import spell_layers
 from oelm.models.gpt_sizes import size_name
 from oelm.system.files import read_file
 from oelm.system.library_errors import first_line
@@ -101,10 +100,10 @@ class MethodConfig(_Table):
     def __post_init__(self) -> None:
         if self.freeze_ratio is not None and self.freeze is not None:
             raise UserError("method.freeze and method.freeze_ratio are both given; keep one")
-        object.__setattr__(self, "freeze", spell_layers(self.freeze))
-        for role, layers in (self.freeze or {}).items():
-            if not isinstance(layers, str):
-                raise UserError(f"method.freeze.{role} = {layers!r} does not fit: use 'all', ':-2' or [0, 3]")
+        if self.freeze is not None:
+            from oelm.method import spell_layers  # here: the command line starts without numpy
+
+            object.__setattr__(self, "freeze", spell_layers(self.freeze))
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
