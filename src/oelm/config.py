@@ -1,8 +1,6 @@
 """What a user may say about a run: frozen dataclasses, TOML on disk, the same keys everywhere.
 
-The dataclasses need nothing but the standard library, so a training process can be handed one. At the
-edge, where a user's file or flags come in, pydantic checks types and refuses unknown keys. What the data and
-the machine add to it: `oelm.training.resolve`.
+The dataclasses need nothing but the standard library; a user's file or flags are checked by pydantic.
 """
 
 import json
@@ -104,6 +102,9 @@ class MethodConfig(_Table):
             from oelm.method import spell_layers  # here: the command line starts without numpy
 
             object.__setattr__(self, "freeze", spell_layers(self.freeze))
+            for role, layers in self.freeze.items():
+                if not isinstance(layers, str):
+                    raise UserError(f"method.freeze.{role} = {layers!r} does not fit: 'all' or [0, 3] would")
 
     def overrides(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
