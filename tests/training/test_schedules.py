@@ -23,6 +23,7 @@ from oelm.training.checkpoint import Checkpoint
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.schedule import make_optimizer
+from oelm.training.shards import rows_of
 from oelm.training.step import PlainStep
 from tests.training.runs import make_store
 
@@ -79,7 +80,8 @@ def run(step, first=0, end=TOTAL, saves=()):
         number = first + len(kept.setdefault("losses", []))
         if number in saves:
             model, moments = step.capture()
-            kept[number] = Checkpoint(model, moments, {"freezing": copy.deepcopy(step.freezing.record)})
+            state = {"freezing": copy.deepcopy(step.freezing.record)}
+            kept[number] = Checkpoint(model, moments, state, rows_of(step.raw))
         if number == end:
             return kept
         kept["losses"].append(step.take(number, batches, k)[0].item())

@@ -93,7 +93,9 @@ def restore(
     with torch.no_grad():
         for name, parameter in names.items():
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(stored_rows(checkpoint.model, name, parameter))
+                held = name in checkpoint.rows  # in memory, it is what this process had
+                rows_here = checkpoint.model[name] if held else stored_rows(checkpoint.model, name, parameter)
+                parameter.to_local().copy_(rows_here)
                 continue
             value, rows = checkpoint.model[name], short.get(name)
             parameter.copy_((rows.narrowed(value) if rows else value).to(parameter.device))
@@ -107,7 +109,8 @@ def restore(
         state = optimizer.state[parameter]
         if isinstance(parameter, DTensor) and moment != "step":
             state.setdefault(moment, torch.zeros_like(parameter, requires_grad=False))
-            state[moment].to_local().copy_(stored_rows(checkpoint.optimizer, key, parameter))
+            held, tensors = name in checkpoint.rows, checkpoint.optimizer
+            state[moment].to_local().copy_(tensors[key] if held else stored_rows(tensors, key, parameter))
             continue
         value = checkpoint.optimizer[key]
         value = rows.narrowed(value) if rows and value.dim() else value
