@@ -199,7 +199,7 @@ def make_world(root: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     for words in (
         ["train", *own, "--out", "runs/x"], ["train", *own, "--method", "oelm", "--out", "runs/oelm"],
         ["train", *own, "--out", "runs/baseline"], ["train", "--data", "tales.txt", "--out", "runs/lm"],
-        ["study", *own, "--out", "studies/mails"],
+        ["study", *own, "--out", "studies/mails"], ["study", *own, "--out", "s"],
     ):  # fmt: skip
         code, _, err = call(*shrunk(shlex.join(["oelm", *words]))[0])
         assert code == 0, err
