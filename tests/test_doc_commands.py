@@ -50,7 +50,7 @@ ONLY_PARSED = {
     "oelm train GPT-02": "hours; tests/study/test_check.py makes its first steps",
     "oelm study --data ./ag_news": "hours on a GPU, on prepared data",
     "oelm study --data imdb": "hours on a GPU, on prepared data",
-    "oelm study fair-minilm": "hours on a GPU",
+    "oelm study results/minilm-sst2": "minutes on a GPU, on prepared data",
     "oelm study --task ptb-pos": "hours, and data that is not ours to copy",
     "oelm train --task ptb-pos": "data that is not ours to copy",
     "oelm study --data my.csv --text body --label topic --launcher": "tests/study/test_work.py has workers",

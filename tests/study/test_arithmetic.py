@@ -216,10 +216,9 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
     ("arm", "says"),
     [
         ({"name": "oelm", "training": {"warmup": 0}}, "needs a name: study.arms = "),
-        (
-            {"name": "oelm", "arm": "x", "training": {"lr": 1e-3}},
-            "training.lr of x must be the same for all arms",
-        ),
+        ({"name": "oelm", "training": {"lr": 1e-3}}, "an arm with training.lr of its own needs a name"),
+        ({"name": "oelm", "arm": "x", "training": {"lr": True}}, "training.lr must be a positive number"),
+        ({"name": "oelm", "arm": "x", "training": {"lr": -1e-3}}, "training.lr must be a positive number"),
         ({"name": "oelm", "arm": "x", "model": {"name": "gpt-small"}}, "model.name of x must be the same"),
         ({"name": "oelm", "arm": "x", "training": {"precision": "bf16"}}, "training.precision of x must be"),
         ({"name": "oelm", "arm": "x", "training": 5}, "training must be a table, got 5"),
@@ -232,6 +231,18 @@ def test_arms_may_differ_in_any_key_of_training_and_model(tmp_path):
 def test_an_arm_that_cannot_be_is_refused(arm, says):
     with pytest.raises(UserError, match=says):
         make_study({**ARMS, "study": {"methods": ["baseline", arm], "lrs": [1e-3]}})
+
+
+def test_an_arm_with_a_rate_of_its_own_is_measured_there_and_nothing_is_concluded(tmp_path):
+    arm = {"name": "oelm", "arm": "x", "training": {"lr": 1e-2, "warmup": 0}}
+    values = {**ARMS, "study": {"methods": ["baseline", arm], "lrs": [1e-3], "seeds": 5}}
+    made = make_study(values)
+    assert made.differs_in == ("training.warmup",) and make_study(made.as_written()).arms == made.arms
+    matrix = made.matrix({}, larger_is_better=True)
+    assert {(cell.method, cell.lr) for cell in matrix.needed} == {("baseline", 1e-3), ("x", 1e-2)}
+    assert len(matrix.needed) == 10 and not any(cell.choosing for cell in matrix.needed)
+    with pytest.raises(UserError, match="the others 2 to choose from"):
+        make_study({**values, "study": values["study"] | {"lrs": [1e-3, 3e-3]}})
 
 
 def test_no_arm_chooses_on_test_from_several_rates():

@@ -113,7 +113,7 @@ data = "x.csv"
         ({"arms": ["baseline", {"name": "baseline", "method": "oelm"}]}, "baseline twice"),
         (
             {"arms": ["baseline", {"name": "x", "method": "oelm", "training": {"lr": 1.0}}]},
-            "same for all arms",
+            "leave it out, or give study.lrs one rate",
         ),
     ],
 )

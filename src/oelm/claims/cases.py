@@ -70,7 +70,7 @@ class Setting:
         """The arms that are what their name says: a study may call any arm "baseline"."""
         study = self.analysis.study
         planned = study.arms if study else {}
-        plain = {name for name, arm in planned.items() if arm.label == name and not arm.settings}
+        plain = {n for n, arm in planned.items() if arm.label == n and not arm.settings and not arm.lr}
         return self.group.arms.keys() & plain if study else set(self.group.arms)
 
     def arms_of(self, claim: Claim) -> tuple[ArmResult, ArmResult]:

@@ -15,6 +15,8 @@ from jinja2 import Environment, StrictUndefined
 from oelm.claims import data
 from oelm.claims.collect import Collection
 from oelm.claims.language_modelling import language_settings, sentences, table_rows
+from oelm.claims.published_recipe import recipe_sentences, repeats_recipe
+from oelm.claims.told import complete, difference
 from oelm.claims.verdicts import Finding, Verdict
 from oelm.models.gpt_sizes import is_reference
 from oelm.study.report import figures, numbers
@@ -68,6 +70,7 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
         "folder": path.stem,
         "comparisons": [row for analysis in planned for row in _comparison_rows(analysis, path)],
         "linear": [row for analysis in planned for row in _linear_rows(analysis)],
+        "recipe": recipe_sentences(planned),
         "language": table_rows(language),
         "language_answer": sentences(language),
         "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
@@ -86,25 +89,29 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
 
 def _answer(analyses: Sequence[Analysis], verdicts: Sequence[Verdict]) -> list[str]:
     by_id = {verdict.id: verdict for verdict in verdicts}
-    groups = [(a, group) for a in analyses for group in _scratch(a) if _complete(a, group)]
+    groups = [(a, group) for a in analyses for group in _scratch(a) if complete(a, group)]
+    tuned = [(a, g) for a in analyses for g in a.groups if _pretrained_here(g) and complete(a, g)]
     return [
         _classification_sentence(groups),
         _robustness_sentence(groups),
         _claim_sentence(by_id["C2"], "Time of a training step that freezing saves"),
         _claim_sentence(by_id["C4"], "Language modelling, perplexity of `oelm` above that of `baseline`"),
-        _linear_sentence(groups),
+        _linear_sentence([*groups, *tuned]),
     ]
 
 
 def _scratch(analysis: Analysis) -> list[Group]:
-    """The settings of a study that train the published size from scratch with both methods."""
+    """The settings of a study that train the published size from scratch with both methods, fairly."""
     size = data.claim_data()["sizes"]["gpt"]
+    if repeats_recipe(analysis):
+        return []
     return [g for g in analysis.groups if g.model == size and {METHOD, REFERENCE} <= g.arms.keys()]
 
 
-def _complete(analysis: Analysis, group: Group) -> bool:
-    """Whether all planned runs of a setting are there: before that its test scores are nobody's business."""
-    return not any("unfinished" in c.problems for c in analysis.comparisons if c.group is group)
+def _pretrained_here(group: Group) -> bool:
+    """Whether its runs start from reference GPTs that were trained before."""
+    ours = any(record.results.get("architecture") == "oelm-gpt" for record in group.records)
+    return ours and not is_reference(group.model)
 
 
 def _comparison(analysis: Analysis, group: Group) -> Comparison | None:
@@ -120,7 +127,7 @@ def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
         comparison = _comparison(analysis, group)
         if group.kind != "share" or comparison is None or comparison.verdict == "void":
             continue
-        parts.append(f"{_difference(comparison)} on {group.task} ({_word(comparison)})")
+        parts.append(f"{difference(comparison)} on {group.task} ({_word(comparison)})")
     what = "Classification from scratch, each method at its own best learning rate, accuracy of `oelm` minus"
     return f"{what} `baseline` in points: {'; '.join(parts) or 'no study of it is complete'}."
 
@@ -150,9 +157,10 @@ def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     for _, group in groups:
         for method in (REFERENCE, METHOD):
             linear = _linear(group)
-            if linear is not None and group.arms[method].values:
+            if linear is not None and method in group.arms and group.arms[method].values:
                 ahead = fmean(group.arms[method].values) > linear[1]
-                (above if ahead else below).append(f"`{method}` on {group.task}")
+                first = ", pre-trained" if _pretrained_here(group) else ""
+                (above if ahead else below).append(f"`{method}` on {group.task}{first}")
     what = "Above the best linear baseline of their task (TF-IDF and logistic regression) end"
     return f"{what}: {', '.join(above) or 'none'}; below it: {', '.join(below) or 'none'}."
 
@@ -186,28 +194,18 @@ def _word(comparison: Comparison) -> str:
     return Words("en")(f"verdict.{comparison.verdict}").lower()
 
 
-def _difference(comparison: Comparison) -> str:
-    assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    digits = numbers.digits_for(told.low, told.high)
-    ends = ""
-    if told.low is not None and told.high is not None:
-        ends = f" ({numbers.signed(told.low, digits)} to {numbers.signed(told.high, digits)})"
-    return numbers.signed(told.mean, digits) + ends
-
-
 def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
     rows = []
     for comparison in analysis.comparisons:
         group, arms = comparison.group, (comparison.arm, comparison.reference_arm)
-        if not all(arm.values for arm in arms) or not _complete(analysis, group):
+        if not all(arm.values for arm in arms) or not complete(analysis, group):
             continue
         rows.append(
             {
                 "task": group.task, "model": group.model,
                 "pair": f"{comparison.method} − {comparison.reference}",
                 "scores": ", ".join(_score(group, arm) for arm in arms),
-                "difference": _difference(comparison) if comparison.combined else numbers.NOTHING,
+                "difference": difference(comparison) if comparison.combined else numbers.NOTHING,
                 "n": str(len(comparison.differences)), "verdict": _word(comparison),
                 "records": _link(group, page), "title": analysis.title,
             }
@@ -244,9 +242,8 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for group in analysis.groups:
         linear = _linear(group)
-        if linear is None or not is_reference(group.model):  # pretrained models have read more than the task
-            continue
-        if not _complete(analysis, group):
+        ours = is_reference(group.model) or _pretrained_here(group)  # others have read more than the task
+        if linear is None or not ours or repeats_recipe(analysis) or not complete(analysis, group):
             continue
         for arm in group.arms.values():
             if arm.values:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from oelm.claims.told import complete, difference
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
@@ -22,7 +23,7 @@ Setting = tuple[Analysis, Group]
 
 def language_settings(analyses: Iterable[Analysis]) -> list[Setting]:
     """The settings by perplexity all of whose planned runs are there, the shortest training first."""
-    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and _complete(a, g)]
+    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and complete(a, g)]
     return sorted(found, key=lambda setting: (setting[1].task, setting[1].model, _steps(setting[1])))
 
 
@@ -69,10 +70,6 @@ def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
     return rows
 
 
-def _complete(analysis: Analysis, group: Group) -> bool:
-    return not any("unfinished" in c.problems for c in analysis.comparisons if c.group is group)
-
-
 def _verdicts(analysis: Analysis, group: Group) -> bool:
     return any(c.group is group and c.verdict != "void" for c in analysis.comparisons)
 
@@ -90,13 +87,8 @@ def _excess(comparison: Comparison) -> float:
 
 
 def _above(comparison: Comparison) -> str:
-    assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    digits = numbers.digits_for(told.low, told.high)
-    ends = ""
-    if told.low is not None and told.high is not None:
-        ends = f" ({numbers.signed(-told.high, digits)} to {numbers.signed(-told.low, digits)})"
-    return f"{numbers.signed(-told.mean, digits)} %{ends}"
+    mean, *interval = difference(comparison, sign=-1).split(" ", 1)
+    return " ".join([f"{mean} %", *interval])
 
 
 def _nearest(analysis: Analysis, group: Group) -> str | None:

@@ -31,7 +31,7 @@ def convert(
     Example: oelm convert bert-base-uncased --method oelm --out bert-oelm
     """
     from oelm.models.folder import convert_checkpoint
-    from oelm.training.resolve import model_folder
+    from oelm.models.starts import model_folder
 
     chosen = _method(method, set_ or [])
     report = convert_checkpoint(model_folder(model), chosen, out, seed, tokenizer)

@@ -42,8 +42,8 @@ def trained(results: dict[str, Any], folder: Path) -> str:
 
 def study(folder: Path) -> str:
     """A study's results so far and what to do with it; empty where the folder is no study."""
+    from oelm.models.starts import is_study
     from oelm.study.analysis import analyse
-    from oelm.study.kept_models import is_study
     from oelm.study.report.summary import WIDTH, summary
 
     if not is_study(folder):

@@ -105,7 +105,7 @@ def report(
     --publish writes the records instead, a few KB a run and without your paths; a report on them gives the
     same numbers. Examples: oelm report s; oelm report s --publish results/s
     """
-    from oelm.study.kept_models import is_study
+    from oelm.models.starts import is_study
     from oelm.study.request import report as write
 
     if to is not None:
@@ -153,12 +153,13 @@ def describe(study: "Study", out: Path) -> str:
     seeds, measured, widens = study.looks[0], methods * study.looks[0], choosing and table.widen
     looks = ", ".join(map(str, study.looks))
     times, whole, tried = study_time(settings, estimates, launcher, (choosing, measured))
+    own = "".join(f"; {name} {arm.lr:g}" for name, arm in study.arms.items() if arm.lr)
     lines = [
         f"methods   {', '.join(study.arms)}",
         f"metric    {', '.join(dict.fromkeys(setting.metric for setting in settings))}",
-        f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}"
+        f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}{own}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if widens else ""),
-        f"seeds     {table.choose_seeds} to choose the learning rate, {seeds} fresh ones measured"
+        f"seeds     {f'{table.choose_seeds} to choose the learning rate, ' * (grid > 1)}{seeds} measured"
         + (f"; looked at after {looks} until all is decided" if table.until_decided else ""),
         f"compared  {'; '.join(f'{one} - {other}' for one, other in study.contrasts)}",
     ]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from oelm.inference.tables import Table
 from oelm.inference.trained import Trained
-from oelm.study.kept_models import best_model, is_study
+from oelm.models.starts import is_study
+from oelm.study.kept_models import best_model
 
 if TYPE_CHECKING:
     import pandas

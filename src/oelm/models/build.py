@@ -20,6 +20,7 @@ from oelm.models.fit import positions_of
 from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
 from oelm.models.roles import role_scales
+from oelm.models.starts import start_folder
 from oelm.system.messages import Notice, notice
 
 
@@ -29,8 +30,8 @@ def default_model(device: torch.device) -> str:
 
 def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, ConversionReport]:
     """The model of a run, on the CPU, converted by its method."""
-    kind, name, seed = task_kind(store.kind), config.model.name, config.training.seed
-    assert name is not None, "the config of a model to build is resolved"
+    assert config.model.name is not None, "the config of a model to build is resolved"
+    kind, name, seed = task_kind(store.kind), start_folder(config), config.training.seed
     model: PreTrainedModel
     note = None
     if name in PRESETS:

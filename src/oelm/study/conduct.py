@@ -11,7 +11,9 @@ from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
 from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
+from oelm.method import Method
 from oelm.models.build import build_model
+from oelm.models.starts import is_study, starts_of
 from oelm.study.design import Study
 from oelm.study.estimate import evaluations, measure_pace, span
 from oelm.study.folder import Setting, StudyFolder
@@ -70,10 +72,24 @@ def check_methods(settings: list[Setting]) -> None:
         for method in setting.study.arms:
             try:
                 config = setting.run_config(replace(setting.any_cell, method=method))
+                _check_starts(config, setting.study)
                 objective_of(config, setting.store)
                 build_model(config, setting.store)
             except UserError as error:
                 raise UserError(f"{method}: {error}") from None
+
+
+def _check_starts(config: RunConfig, study: Study) -> None:
+    """Refuse a study whose seeds would share models of the study that they start from: they would vary less
+    than they seem to."""
+    name = str(config.model.name)
+    if is_study(Path(name)):
+        label = Method.from_dict(config.method.overrides()).name
+        seeds, wanted = len(starts_of(name, label)), study.looks[-1]
+        if seeds < wanted:
+            raise UserError(
+                f"{name} has models of {seeds} seeds and these are {wanted}; ask for --seeds {seeds}"
+            )
 
 
 def estimate_run(setting: Setting) -> dict[str, float]:

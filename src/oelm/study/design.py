@@ -107,7 +107,7 @@ INCIDENTAL = ("models", "jobs", "threads", "memory_gb", "gpus_per_run", "launche
 ARM_TABLES = ("training", "model")
 # Keys that must be the same for all arms: set by the study, or needed for shared data and for pairs.
 SAME_FOR_ALL = (
-    "training.lr", "training.seed", "training.test", "training.precision", "training.fast",
+    "training.seed", "training.test", "training.precision", "training.fast",
     "training.fallback", "training.deterministic", "model.name",
 )  # fmt: skip
 
@@ -119,6 +119,7 @@ class StudyArm:
     method: dict[str, Any]  # its [method] table
     label: str  # what the method is called
     settings: dict[str, dict[str, Any]]  # table -> keys, such as {"training": {"warmup": 0}}
+    lr: float | None = None  # its own learning rate, which is not chosen; None: the study's
 
     @property
     def keys(self) -> list[str]:
@@ -152,16 +153,16 @@ class Study:
                 if not isinstance(values[table], Mapping):
                     raise UserError(f"study.methods: {table} must be a table, got {values[table]!r}")
             settings = {table: dict(values.pop(table)) for table in ARM_TABLES if table in values}
+            lr = self._own_lr(settings)
             name = values.pop("arm", None)
             if name is not None and (not isinstance(name, str) or not name.strip()):
                 raise UserError(f"study.methods: arm must be a name, got {name!r}")
             label = Method.from_dict(values).name
-            arm = StudyArm(values, label, settings)
-            if settings and name is None:
-                example = f'{{name = ..., method = "{label}", {arm.keys[0]} = ...}}'
-                raise UserError(
-                    f"an arm with {arm.keys[0]} of its own needs a name: study.arms = [{example}]"
-                )
+            arm = StudyArm(values, label, settings, lr)
+            if (settings or lr) and name is None:
+                key = "training.lr" if lr else arm.keys[0]
+                example = f'{{name = ..., method = "{label}", {key} = ...}}'
+                raise UserError(f"an arm with {key} of its own needs a name: study.arms = [{example}]")
             for key in set(arm.keys) & set(SAME_FOR_ALL):
                 raise UserError(f"study.arms: {key} of {name} must be the same for all arms; leave it out")
             if (name := str(name or label)) in arms:
@@ -169,9 +170,25 @@ class Study:
             arms[name] = arm
         return arms
 
+    def _own_lr(self, settings: dict[str, dict[str, Any]]) -> float | None:
+        """Take an arm's own learning rate out of its settings: a run has its rate from the matrix."""
+        lr = settings.get("training", {}).pop("lr", None)
+        if lr is None:
+            return None
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
+            raise UserError(f"study.arms: training.lr must be a positive number, got {lr!r}")
+        if len(self.table.lrs) > 1:
+            raise UserError(
+                f"study.arms: an arm has training.lr = {lr:g} of its own, the others {len(self.table.lrs)} "
+                "to choose from; leave it out, or give study.lrs one rate"
+            )
+        if not settings["training"]:
+            del settings["training"]
+        return float(lr)
+
     @property
     def differs_in(self) -> tuple[str, ...]:
-        """The keys, besides the method's, in which the arms differ."""
+        """The keys, besides the method's and the learning rate, in which the arms differ."""
         keys = {key for arm in self.arms.values() for key in arm.keys}
         for pair in ALTERNATIVES:
             names = {f"training.{name}" for name in pair}
@@ -241,9 +258,10 @@ class Study:
     def matrix(self, scores: Scores, larger_is_better: bool, partial: bool = False) -> Matrix:
         """The runs of one task that are needed, given these validation scores; see `plan_runs`."""
         table, names = self.table, list(self.arms)
+        own = {name: arm.lr for name, arm in self.arms.items() if arm.lr is not None}
         return plan_runs(
             names, table.lrs, self.choice_seeds, self.seeds, table.widen, scores, larger_is_better, partial,
-            table.measure,
+            table.measure, own,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -42,10 +42,6 @@ def _read(run: Path, metric: str | None) -> KeptModel:
     return KeptModel(run, str(task), str(method), str(metric), value)
 
 
-def is_study(folder: Path) -> bool:
-    return (folder / "study.toml").is_file()
-
-
 def best_model(study: Path) -> KeptModel:
     """The best kept model of a study of one task; of several tasks, all are named."""
     models = kept_models(study)

@@ -58,15 +58,17 @@ def plan_runs(
     larger_is_better: bool,
     partial: bool = False,
     measure: str = "near-ties",
+    own: Mapping[str, float] | None = None,
 ) -> Matrix:
-    """The matrix as far as these scores determine it.
+    """The matrix as far as these scores determine it. `own` are learning rates of single methods, which go
+    with a grid of one.
 
     A study waits for every trial before it chooses. With `partial`, for a report on an unfinished study,
     methods whose trials are all evaluated choose without the others, which do not widen the grid.
     """
     matrix = Matrix(grid=sorted(lrs))
     if len(matrix.grid) == 1:  # nothing to choose
-        matrix.chosen = dict.fromkeys(methods, matrix.grid[0])
+        matrix.chosen = dict.fromkeys(methods, matrix.grid[0]) | dict(own or {})
         _measure(matrix, seeds)
         return matrix
     room = {"low": widen, "high": widen}

@@ -23,6 +23,7 @@ from oelm.method import Method
 from oelm.models.build import check_gpt, default_model
 from oelm.models.gpt_sizes import PRESETS, SIZES
 from oelm.models.pretrained import check_checkpoint
+from oelm.models.starts import any_start, model_folder
 from oelm.system.files import read_object
 from oelm.system.messages import Notice, notice
 from oelm.system.terminal import say
@@ -90,7 +91,8 @@ def resolve_run(
         warnings.append(unbalanced(store))
     if training.extended_from:
         warnings.append(notice("training.extended", ends=list(training.extended_from), steps=total))
-    warnings += notes_on_start(Path(str(config.model.name)), objective.kind, config.task.max_length)
+    start = Path(any_start(str(config.model.name)))
+    warnings += notes_on_start(start, objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
     noted = tuple(filter(None, warnings))
@@ -160,7 +162,7 @@ def _with_model(config: RunConfig, device: torch.device) -> RunConfig:
 def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[RunConfig, Store]:
     """The run's prepared dataset, and the config that names it, its tokenizer and its model."""
     config = _with_model(config, device)
-    task, model = config.task, str(config.model.name)
+    task, model = config.task, any_start(str(config.model.name))
     choice = choice_of(task, model)
     if show and model == SMALL and task.name and choice.tokenizer != task.tokenizer:
         say(f"note: {notice('training.small_tokenizer', model=model, tokenizer=choice.tokenizer)}", err=True)
@@ -185,16 +187,6 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
         if not task_kind(store.kind).stream:
             task = replace(task, max_length=store.max_length)
     return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
-
-
-def model_folder(name: str) -> str:
-    """`runs/x/model` for a run's folder `runs/x`; any other name as it is."""
-    run = Path(name)
-    if not (run / "config.toml").is_file():
-        return name
-    if not (run / "model" / "config.json").is_file():
-        raise UserError(f"model {name!r} is a run that holds no model: let it finish, or name another")
-    return str(run / "model")
 
 
 def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:

@@ -1,0 +1,52 @@
+"""The published recipe on the page of findings: does the published gap come back, and what changes it?
+
+A study repeats a recipe where it gives an arm a learning rate of its own. It decides nothing; its differences
+and their intervals are told beside the published one.
+"""
+
+from collections.abc import Iterable
+
+from oelm.claims import data
+from oelm.claims.told import complete, difference
+from oelm.study.result_types import Analysis, Comparison, Group
+
+METHOD, REFERENCE = "oelm", "baseline"
+
+
+def repeats_recipe(analysis: Analysis) -> bool:
+    study = analysis.study
+    return study is not None and any(arm.lr for arm in study.arms.values())
+
+
+def recipe_sentences(analyses: Iterable[Analysis]) -> list[str]:
+    """For each setting that repeats a recipe: the difference as published, then with one habit changed."""
+    found = []
+    for analysis in analyses:
+        for group in analysis.groups if repeats_recipe(analysis) else ():
+            known = [c for c in analysis.comparisons if c.group is group and _tells(c)]
+            if complete(analysis, group) and known:
+                found += _told(group, known)
+    return found
+
+
+def _tells(comparison: Comparison) -> bool:
+    """Whether it compares the method with the reference method, whatever the arms are called."""
+    arms = (comparison.arm, comparison.reference_arm)
+    methods = [arm.records[0].config.method.name if arm.records else None for arm in arms]
+    return methods == [METHOD, REFERENCE] and comparison.combined is not None
+
+
+def _told(group: Group, known: list[Comparison]) -> list[str]:
+    claim = next(claim for claim in data.claim_data()["claims"] if claim["id"] == "C1")
+    published = claim["parts"].get(group.task, {}).get("published")
+    beside = f"; published: {published:+g}" if published else ""
+    first, others = known[0], known[1:]
+    n = len(first.differences)
+    lines = [
+        f"On {group.task} ({group.model}), with the published recipe, `{first.method}` minus "
+        f"`{first.reference}` is {difference(first)} points (n = {n}{beside})."
+    ]
+    if others:
+        parts = [f"`{c.method}` minus `{c.reference}` {difference(c)}" for c in others]
+        lines.append(f"With one habit changed: {'; '.join(parts)}.")
+    return lines

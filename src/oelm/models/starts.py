@@ -1,0 +1,77 @@
+"""Which folder the weights of a run come from, where it starts from what was trained before: a model's
+folder, a run, or a study, which has a model for every method and seed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from oelm.config import RunConfig, make_config, read_toml
+from oelm.errors import UserError
+from oelm.method import Method
+from oelm.system.files import read_object
+
+
+@dataclass(frozen=True)
+class Start:
+    """A tested model of a study."""
+
+    folder: str
+    method: str
+    seed: int
+    lr: float
+
+
+def is_study(folder: Path) -> bool:
+    return (folder / "study.toml").is_file()
+
+
+def model_folder(name: str) -> str:
+    """`runs/x/model` for a run's folder `runs/x`; any other name, a study's folder too, as it is."""
+    run = Path(name)
+    if not (run / "config.toml").is_file():
+        return name
+    if not (run / "model" / "config.json").is_file():
+        raise UserError(f"model {name!r} is a run that holds no model: let it finish, or name another")
+    return str(run / "model")
+
+
+def start_folder(config: RunConfig) -> str:
+    """The folder, hub id or size that this run starts from. Of a study: its model of the same method and
+    seed; a seed that it lacks, such as a trial's, takes turns with those it has."""
+    name = str(config.model.name)
+    if not is_study(Path(name)):
+        return name
+    method = Method.from_dict(config.method.overrides()).name
+    starts = starts_of(name, method)
+    return starts[(config.training.seed - 1) % len(starts)].folder
+
+
+def any_start(name: str) -> str:
+    """A model of a study, any of which shows its tokenizer and shape; any other name as it is."""
+    return starts_of(name)[0].folder if is_study(Path(name)) else name
+
+
+def starts_of(name: str, method: str | None = None) -> list[Start]:
+    """The models of a study's measured runs by seed, perhaps of one method; at least one."""
+    found = [_read(folder.parent) for folder in sorted(Path(name).glob("runs/*/*/measured-*/model"))]
+    if not found:
+        raise UserError(
+            f"model {name!r} is a study without models to start from: let it finish, with "
+            "--set study.models=all"
+        )
+    of_method = [start for start in found if method in (None, start.method)]
+    if not of_method:
+        known = ", ".join(sorted({start.method for start in found}))
+        raise UserError(f"model {name!r} is a study without a model of method {method}; it has {known}")
+    if method and len({start.lr for start in of_method}) > 1:
+        raise UserError(
+            f"model {name!r} is a study with models of {method} at several learning rates; make it with "
+            "--set study.measure=best"
+        )
+    return sorted(of_method, key=lambda start: (start.method, start.seed))
+
+
+def _read(run: Path) -> Start:
+    file = run / "config.toml"
+    training = make_config(read_toml(file), str(file)).training
+    method = str(read_object(run / "results.json").get("method"))
+    return Start(str(run / "model"), method, training.seed, training.lr)
