@@ -97,3 +97,15 @@ def test_a_measurement_that_fails_is_none(setting, monkeypatch, tmp_path, fault)
     assert measure_pace(setting, [dict(os.environ)]) is None
     assert time.monotonic() - began < 20
     assert not (estimate.cache_dir() / "timings").exists()
+
+
+def test_steps_of_minutes_are_not_measured(setting, monkeypatch, tmp_path):
+    from oelm.study import conduct
+
+    monkeypatch.setattr(conduct, "measure_pace", lambda *given: pytest.fail("it was measured"))
+    config = setting.run_config(setting.any_cell)
+    steps = resolve_run(config, objective_of(config, setting.store), process_state().device).total_steps
+    estimates = [{"memory_bytes": 1e9, "time_s": 1.1 * conduct.SLOWEST_STEP * steps}]
+    launcher = conduct.make_launcher(setting.study, estimates, tmp_path)
+    (seconds,), whole, tried = conduct.study_time([setting], estimates, launcher, (2, 4))
+    assert not tried and seconds == estimates[0]["time_s"] and whole >= 2 * seconds

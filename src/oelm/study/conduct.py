@@ -24,9 +24,11 @@ from oelm.system.progress import duration
 from oelm.system.terminal import console, say
 from oelm.training import results
 from oelm.training.parallel import process_state
-from oelm.training.resolve import objective_of, prepare_data, resolve_run
+from oelm.training.resolve import ResolvedRun, objective_of, prepare_data, resolve_run
 from oelm.training.status import run_status
 from oelm.training.stopping import stopping
+
+SLOWEST_STEP = 10.0  # seconds: slower ones are not measured for an estimate
 
 
 def prepare_settings(study: Study) -> list[Setting]:
@@ -94,29 +96,33 @@ def _check_starts(config: RunConfig, study: Study) -> None:
 
 def estimate_run(setting: Setting) -> dict[str, float]:
     """The `memory_bytes` and `time_s` of one run of a setting, good to a factor of two."""
-    config, store = setting.run_config(setting.any_cell), setting.store
-    run = resolve_run(
-        config, objective_of(config, store), process_state().device, setting.study.table.gpus_per_run
-    )
-    return results.estimate(build_model(config, store)[0], store.kind, run)
+    model, _ = build_model(setting.run_config(setting.any_cell), setting.store)
+    return results.estimate(model, setting.store.kind, _resolved(setting))
+
+
+def _resolved(setting: Setting) -> ResolvedRun:
+    config = setting.run_config(setting.any_cell)
+    objective = objective_of(config, setting.store)
+    return resolve_run(config, objective, process_state().device, setting.study.table.gpus_per_run)
 
 
 def study_time(
     settings: list[Setting], estimates: list[dict[str, float]], launcher: Launcher, runs: tuple[int, int]
 ) -> tuple[list[float], float, bool]:
     """Seconds of a measured run of each setting, and of a whole study with so many trials and measured `runs`
-    of each; and whether they were measured here. Otherwise they are those of the estimates."""
+    of each; and whether they were measured here. Otherwise they are those of the estimates: another machine
+    trains, or a few steps take minutes."""
+    resolved = [_resolved(setting) for setting in settings]
+    slow = any(e["time_s"] > SLOWEST_STEP * r.total_steps for e, r in zip(estimates, resolved, strict=True))
     try:
-        environments = launcher.environments()
+        environments = [] if slow else launcher.environments()
         paces = [measure_pace(setting, environments) if environments else None for setting in settings]
     finally:
         launcher.close()
     seconds, phases = [], []
-    for setting, estimate, pace in zip(settings, estimates, paces, strict=True):
+    for run, estimate, pace in zip(resolved, estimates, paces, strict=True):
         trial = measured = estimate["time_s"]
         if pace is not None:
-            config = setting.run_config(setting.any_cell)
-            run = resolve_run(config, objective_of(config, setting.store), process_state().device)
             trial, measured = (
                 pace.run(run.total_steps, evaluations(run), tested) for tested in (False, True)
             )
