@@ -140,7 +140,7 @@ def verdicts(analyses: list[Analysis], benchmarks: tuple[Benchmark, ...] = ()) -
         for english, chinese in ((v.reason, v.reason_zh), (v.why, v.why_zh)):
             assert english and re.search("[一-鿿]", chinese)
             assert not set("{}") & set(english + chinese)
-        assert (f"To decide it: {commands()[v.id]}." in v.why) == (v.verdict == "not decided")
+        assert (f"To decide it: {commands()[v.id]} (about " in v.why) == (v.verdict == "not decided")
     return {v.id: v for v in found}
 
 

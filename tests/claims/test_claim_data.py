@@ -110,6 +110,15 @@ def test_what_decides_a_claim_is_shipped():
             assert {name for name in claim.parts if name != "any"} <= tasks and len(tasks) >= claim.tasks
 
 
+def test_what_would_decide_a_claim_has_its_gpu_hours():
+    hours = {claim.id: claim.hours for claim in claim_data.read_claims()}
+    known = claim_data.claim_data()["hours"]
+    assert known.keys() - {"bench"} <= shipped_studies().keys()
+    assert hours["C1"] == known["fair-classification"] and hours["C2"] == known["bench"]
+    assert hours["C10"] == known["fair-language"] + known["bench"]
+    assert hours["C7"] == sum(known.values()) - known["bench"] and all(hours.values())
+
+
 def test_the_rules_have_a_date_a_version_and_a_commit():
     rules = claim_data.claim_data()["rules"]
     assert rules["date"].tzinfo is not None and rules["version"] >= 2

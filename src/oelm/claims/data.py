@@ -1,5 +1,6 @@
 """The published claims as data (claims.toml), and the sentences of a verdict, in English and Chinese."""
 
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,12 @@ class Claim:
     growth: tuple[str, ...] = ()
     ratio: tuple[float, float] = (1.0, 1.0)
     tasks: int = 1  # of different names that a verdict needs
+
+    @property
+    def hours(self) -> float:
+        """GPU hours of all that `run` names."""
+        named = self.run.replace("benchmark", "bench")
+        return sum(hours for name, hours in claim_data()["hours"].items() if re.search(rf"\b{name}\b", named))
 
     @property
     def names(self) -> dict[str, str]:

@@ -126,7 +126,8 @@ def note_few_seeds(planned: "Study", err: bool = True) -> None:
     comparisons = len(planned.contrasts) * len(planned.tasks)
     if planned.looks[-1] < (fewest := fewest_seeds(comparisons)):
         count = f"{comparisons} comparison{'s' * (comparisons != 1)}"
-        say(f"note: a verdict on {count} needs {fewest} seeds; {planned.looks[-1]} are planned", err=err)
+        seeds = planned.looks[-1]
+        say(f"note: a verdict on {count} needs {fewest} seeds; planned: {seeds}", err=err)
 
 
 def conduct_study(
