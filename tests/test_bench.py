@@ -522,11 +522,11 @@ def test_some_steps_are_taken_before_a_window_and_not_timed() -> None:
 
         def step(self, k: int) -> None:
             taken.append(k)
-            time.sleep(0.01)
+            time.sleep(0.5 if len(taken) <= 2 else 0.01)
 
     window = Counting(CPU, 6, Load(6, 60, 600), 1.0).window()
     assert taken == [0, 1, 0, 1, 2, 3, 4, 5] and window.steps == 6
-    assert 0.06 <= window.seconds < 0.08
+    assert 0.06 <= window.seconds < 1.0
 
 
 @pytest.mark.parametrize("flag", ["--rounds", "--steps", "--batch-size", "--max-length", "--vocab-size"])

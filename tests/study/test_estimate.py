@@ -81,7 +81,7 @@ def test_two_processes_measure_together_and_once_a_day(setting, monkeypatch):
     assert pace.test / pace.evaluation == pytest.approx(tokens["test"] / tokens["validation"])
     began = time.monotonic()
     assert measure_pace(setting, places) == pace
-    assert time.monotonic() - began < 1  # it was kept
+    assert time.monotonic() - began < 4  # it was kept: a measurement takes longer
     (kept,) = (estimate.cache_dir() / "timings").iterdir()
     assert json.loads(kept.read_text())["step"] == pace.step
 

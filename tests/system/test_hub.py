@@ -25,5 +25,5 @@ def test_the_hub_is_asked_once_and_a_dead_one_costs_no_time(monkeypatch: pytest.
         UserError, match=r"^no/model is neither a folder nor in the cache, and 127\.0\.0\.1 can"
     ):
         load_config("no/model")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10  # retries would take 30
     hub._answers.cache_clear()
