@@ -22,6 +22,7 @@ from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
 WIDTH = 80
+LONGEST_WORD = 30  # of a method's name: a longer one is broken
 
 
 def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
@@ -41,8 +42,12 @@ def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
     for group in analysis.groups:
         results = tables.results(view, group, most_keys=1)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
-        for name, letter in zip(results.head, results.align, strict=True):
-            table.add_column(Text(name), justify="left" if letter == "l" else "right", overflow="fold")
+        whole = [max(map(len, row[0].text.split()), default=0) for row in results.rows]
+        widths = [min(LONGEST_WORD, max(whole, default=0)), *[None] * (len(results.head) - 1)]
+        for name, letter, least in zip(results.head, results.align, widths, strict=True):
+            table.add_column(
+                Text(name), justify="left" if letter == "l" else "right", overflow="fold", min_width=least
+            )
         for row in results.rows:
             table.add_row(*map(_cell, row))
         console.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
