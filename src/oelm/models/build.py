@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import oelm.models.gpt as gpt
@@ -34,7 +35,9 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     model: PreTrainedModel
     note = None
     if name in PRESETS:
-        model = check_gpt(name, kind)(_gpt_config(config, store, name))
+        cls, values = check_gpt(name, kind), _gpt_config(config, store, name)
+        with _Undrawn():
+            model = cls(values)
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
         model, note = _load(config, store, kind, name)
@@ -51,6 +54,16 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     if note:
         report = replace(report, notes=(note,))
     return model, report
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leave new weights as they are where `torch.nn.init` would fill them: the reference GPT draws its own,
+    and torch's generator, which no run uses without seeding it, takes as long."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 def check_gpt(name: str, kind: TaskKind) -> type[PreTrainedModel]:
