@@ -84,17 +84,18 @@ def train(
     Raises `oelm.UserError` where the run cannot start; `show=False` prints nothing.
     """
     from oelm.models.initial_values import drawn_ahead
-    from oelm.study.catalogue import experiment_config
     from oelm.training.run_result import RunResult
 
     flags = flag_keys(spelled_out(options))
     flags |= {"training.stop_at_chance": True} if stop_at_chance else {}
     flags |= {"task.hold_out": True, "training.choose_on": "validation"} if fair else {}
     flags |= {"plugins": listed(plugin)} if plugin else {}
-    base = experiment_config(experiment).to_dict() if experiment is not None else {}
     file = None if config is None else Path(config)
-    if experiment is None and file is None:
-        base = {"training": {"eval_every": "auto"}}
+    base: dict[str, Any] = {"training": {"eval_every": "auto"}} if file is None else {}
+    if experiment is not None:
+        from oelm.study.catalogue import experiment_config
+
+        base = experiment_config(experiment).to_dict()
     asked = resolve_config(base, file, *split_assignments(flags, set))
     load_plugins(asked.plugins)
     if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
