@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import oelm.models.gpt as gpt
@@ -22,6 +21,7 @@ from oelm.models.gpt_config import PRESETS, OelmGPTConfig, gpt_config
 from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
 from oelm.models.roles import role_scales
 from oelm.system.messages import Notice, notice
+from oelm.system.private_torch import Undrawn
 
 
 def default_model(device: torch.device) -> str:
@@ -36,7 +36,7 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     note = None
     if name in PRESETS:
         cls, values = check_gpt(name, kind), _gpt_config(config, store, name)
-        with _Undrawn():
+        with Undrawn():  # it draws its own weights
             model = cls(values)
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
@@ -54,16 +54,6 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     if note:
         report = replace(report, notes=(note,))
     return model, report
-
-
-class _Undrawn(TorchFunctionMode):
-    """Leave new weights as they are where `torch.nn.init` would fill them: the reference GPT draws its own,
-    and torch's generator, which no run uses without seeding it, takes as long."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return None
-        return func(*args, **(kwargs or {}))
 
 
 def check_gpt(name: str, kind: TaskKind) -> type[PreTrainedModel]:
