@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from oelm.data import open_store
+from oelm.data.trivial_baselines import trivial_baselines
+from tests.training.runs import Machine
+
 ROOT = Path(__file__).parents[1]
 ALLOWED = ("torch", "numpy", "safetensors", "transformers", "accelerate")
 
@@ -83,6 +87,20 @@ def test_the_command_line_does_not_wait_for_torch():
         assert done.returncode == 0
         assert done.stdout.strip()
         assert not re.search(r"\|\s+(torch|transformers)$", done.stderr, re.M)
+
+
+def test_a_run_on_prepared_data_imports_what_it_needs(machine: Machine, tmp_path):
+    """Neither what prepares data, computes trivial baselines, draws or adapts, nor what makes studies."""
+    trivial_baselines(open_store(machine.store))  # which all runs but the first find beside the data
+    words = ["train", "--data", machine.store, "--model", "gpt-tiny", "--steps", "1", "--out", tmp_path / "x"]
+    command = [sys.executable, "-X", "importtime", "-m", "oelm", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M))
+    assert "oelm.training.loop" in imported
+    unneeded = {"datasets", "pandas", "pyarrow", "sklearn", "matplotlib", "statsmodels", "peft", "oelm.study"}
+    assert not imported & unneeded
+    assert len([name for name in imported if name.startswith("oelm.")]) <= 122
 
 
 def test_a_script_with_an_m_option_gets_the_whole_package(tmp_path):

@@ -295,6 +295,17 @@ def test_a_layer_is_copied_with_another_weight():
     assert layer.weight.equal(before) and layer.bias is not None
 
 
+def test_new_layers_are_not_drawn_while_a_model_draws_its_own():
+    before = torch.get_rng_state()
+    with private_torch.Undrawn():
+        layers = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+        layers[1].weight.data.fill_(2.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert layers[1].weight.requires_grad and layers[1].weight.eq(2).all()
+    nn.Linear(4, 4)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_compiled_or_wrapped_model_is_unwrapped():
     model = nn.Linear(2, 2)
     assert private_torch.unwrap(model) is model

@@ -63,7 +63,6 @@ def train(
     oelm train --data my.csv --text article --target summary --model t5-small;
     oelm train --data tales.txt --out lm
     """
-    from oelm.study.catalogue import published_beside
     from oelm.training.request import train as train_run
 
     run = train_run(
@@ -73,6 +72,8 @@ def train(
     )  # fmt: skip
     if results := run.results:  # of the first process only
         if experiment is not None:
+            from oelm.study.catalogue import published_beside
+
             results = results | {"published": published_beside(run.config, results)}
         told = (
             json.dumps(results | {"folder": str(run.folder)})

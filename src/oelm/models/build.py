@@ -22,6 +22,7 @@ from oelm.models.pretrained import load_checkpoint, load_config, renew_scores
 from oelm.models.roles import role_scales
 from oelm.models.starts import start_folder
 from oelm.system.messages import Notice, notice
+from oelm.system.private_torch import Undrawn
 
 
 def default_model(device: torch.device) -> str:
@@ -35,7 +36,9 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     model: PreTrainedModel
     note = None
     if name in PRESETS:
-        model = check_gpt(name, kind)(_gpt_config(config, store, name))
+        cls, values = check_gpt(name, kind), _gpt_config(config, store, name)
+        with Undrawn():  # it draws its own weights
+            model = cls(values)
     else:
         torch.manual_seed(seed)  # a new task head starts the same for every method
         model, note = _load(config, store, kind, name)

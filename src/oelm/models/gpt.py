@@ -44,9 +44,9 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.gpt_block import Block, attention_mask_of, rotation_of
 from oelm.models.gpt_config import OelmGPTConfig
+from oelm.models.initial_values import initial_value
 from oelm.models.lm_loss import causal_lm_loss, shifted
 from oelm.models.pretrained import check_files
-from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 from oelm.system.private_transformers import is_default_causal_lm_loss, is_loaded
 
 
@@ -69,15 +69,9 @@ class OelmGPTPreTrainedModel(PreTrainedModel):
             elif suffix == "bias":
                 parameter.zero_()
             else:
-                parameter.copy_(self._start(f"{path}.{suffix}", parameter.shape))
-
-    def _start(self, name: str, shape: torch.Size) -> Tensor:
-        seed = self.config.init_seed
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # head by head, the same draws as kind "normal"
-            heads, d_model = self.config.num_heads, self.config.d_model
-            blocks = draw_blocks("normal", d_model, heads, d_model // heads, seed=seed, name=name)
-            return torch.from_numpy(to_weight(blocks)).float()
-        return torch.from_numpy(generator(seed, name).standard_normal(shape, dtype="float32") * NORMAL_STD)
+                name, shape = f"{path}.{suffix}", tuple(parameter.shape)
+                drawn = initial_value(self.config.init_seed, name, shape, self.config.num_heads)
+                parameter.copy_(torch.from_numpy(drawn).float())
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

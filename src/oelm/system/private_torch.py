@@ -1,10 +1,12 @@
 """The private and unstable parts of PyTorch that this package uses, each behind a function with a test."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -65,6 +67,16 @@ def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
     other = copy.copy(module)
     other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     return other
+
+
+class Undrawn(TorchFunctionMode):
+    """While this lasts, `torch.nn.init` does nothing: the weights of new layers are whatever their memory
+    holds, and torch's generator stays as it was."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

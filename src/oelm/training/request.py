@@ -83,17 +83,19 @@ def train(
     (`training.log_every`), `on_evaluation` with every evaluation. An unfinished run in `out` is resumed.
     Raises `oelm.UserError` where the run cannot start; `show=False` prints nothing.
     """
-    from oelm.study.catalogue import experiment_config
+    from oelm.models.initial_values import drawn_ahead
     from oelm.training.run_result import RunResult
 
     flags = flag_keys(spelled_out(options))
     flags |= {"training.stop_at_chance": True} if stop_at_chance else {}
     flags |= {"task.hold_out": True, "training.choose_on": "validation"} if fair else {}
     flags |= {"plugins": listed(plugin)} if plugin else {}
-    base = experiment_config(experiment).to_dict() if experiment is not None else {}
     file = None if config is None else Path(config)
-    if experiment is None and file is None:
-        base = {"training": {"eval_every": "auto"}}
+    base: dict[str, Any] = {"training": {"eval_every": "auto"}} if file is None else {}
+    if experiment is not None:
+        from oelm.study.catalogue import experiment_config
+
+        base = experiment_config(experiment).to_dict()
     asked = resolve_config(base, file, *split_assignments(flags, set))
     load_plugins(asked.plugins)
     if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
@@ -104,7 +106,8 @@ def train(
         if callback is not None:
             callback(entry)
 
-    results, folder = run_training(asked, out, overwrite, stop_after, show, heard)
+    with drawn_ahead(asked):
+        results, folder = run_training(asked, out, overwrite, stop_after, show, heard)
     return RunResult(folder, results, asked)
 
 
@@ -113,15 +116,16 @@ def run_training(
     heard: Callback,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Prepare the data (one process does, the others wait), then train: what results.json says, and where."""
-    from oelm.system.gpu import wake_gpu
+    from oelm.system.startup import wake_gpu, without_collection
 
     wake_gpu()  # before torch is imported
-    from oelm.method import Method
-    from oelm.training.folder import read_config
-    from oelm.training.loop import train as train_run
-    from oelm.training.parallel import process_state
-    from oelm.training.resolve import default_folder, prepare_data
-    from oelm.training.stopping import stopping
+    with without_collection():
+        from oelm.method import Method
+        from oelm.training.folder import read_config
+        from oelm.training.loop import train as train_run
+        from oelm.training.parallel import process_state
+        from oelm.training.resolve import default_folder, prepare_data
+        from oelm.training.stopping import stopping
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
     folder, state, began = Path(out or default_folder(config)), process_state(), time.monotonic()

@@ -1,0 +1,57 @@
+"""Weights drawn while Python imports are the ones that a model draws itself."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from oelm.config import RunConfig, make_config
+from oelm.data import open_store
+from oelm.models import initial_values
+from oelm.models.build import build_model
+from oelm.models.gpt import OelmGPTForSequenceClassification
+from oelm.models.gpt_sizes import SIZES
+from oelm.models.initial_values import drawn_ahead
+from tests.training.runs import Machine
+
+
+def config_of(data: Path | str, size: str = "gpt-tiny", seed: int = 5) -> RunConfig:
+    task = {"data": str(data), "max_length": 32}
+    return make_config({"task": task, "model": {"name": size}, "training": {"seed": seed, "steps": 1}})
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_a_run_starts_from_the_weights_that_its_model_draws_alone(machine: Machine, seed: int) -> None:
+    """Be they drawn ahead, with another seed (which nobody asks for then), or not at all."""
+    store, config = open_store(machine.store), config_of(machine.store, seed=seed)
+    draw, drawn = initial_values._draw, []
+    with drawn_ahead(config_of(machine.store)), pytest.MonkeyPatch.context() as patch:
+        ahead = [value.result() for value in initial_values._AHEAD.values()]
+        patch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
+        before = torch.get_rng_state()
+        model, _ = build_model(config, store)
+        assert torch.equal(torch.get_rng_state(), before)  # torch draws nothing
+        assert len(initial_values._AHEAD) == (0 if seed == 5 else len(ahead))
+    assert len(ahead) == 2 + 6 * SIZES["gpt-tiny"][0]
+    # The head's shape is the task's.
+    assert drawn == ["classifier.weight"] if seed == 5 else len(drawn) == len(ahead) + 1
+    alone = OelmGPTForSequenceClassification(model.config)
+    weights = alone.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_not_known_yet_is_not_drawn_ahead(tmp_path: Path, machine: Machine) -> None:
+    (tmp_path / "store.json").write_text('{"tokenizer": null}')
+    known = config_of(machine.store)
+    no_name = replace(known, model=replace(known.model, name=None))
+    for config in (config_of(tmp_path), config_of(tmp_path / "none"), config_of("x.csv"), no_name):
+        with drawn_ahead(config):
+            assert not initial_values._AHEAD
+
+
+def test_a_large_model_is_drawn_ahead_in_part(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "MOST_AHEAD", 10 * 128 * 128)
+    with drawn_ahead(config_of(machine.store)):
+        assert 0 < len(initial_values._AHEAD) <= 10
+    assert not initial_values._AHEAD
