@@ -14,8 +14,8 @@ from jinja2 import Environment, StrictUndefined
 
 from oelm.claims import data
 from oelm.claims.collect import Collection
-from oelm.claims.language_modelling import language_settings, sentences, table_rows
-from oelm.claims.verdicts import Finding, Verdict
+from oelm.claims.language_modelling import METHOD, REFERENCE, language_settings, sentences, table_rows
+from oelm.claims.verdicts import Finding, Verdict, measured
 from oelm.models.gpt_sizes import is_reference
 from oelm.study.report import figures, numbers
 from oelm.study.report.document import Figure, Figures, escape_markdown
@@ -23,7 +23,6 @@ from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 from oelm.system.files import write_text
 
-METHOD, REFERENCE = "oelm", "baseline"
 CONSTANT = "majority"  # the trivial baseline that reads no text
 
 
@@ -86,7 +85,7 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
 
 def _answer(analyses: Sequence[Analysis], verdicts: Sequence[Verdict]) -> list[str]:
     by_id = {verdict.id: verdict for verdict in verdicts}
-    groups = [(a, group) for a in analyses for group in _scratch(a) if _complete(a, group)]
+    groups = [(a, group) for a in analyses for group in _scratch(a) if a.complete(group)]
     return [
         _classification_sentence(groups),
         _robustness_sentence(groups),
@@ -102,22 +101,10 @@ def _scratch(analysis: Analysis) -> list[Group]:
     return [g for g in analysis.groups if g.model == size and {METHOD, REFERENCE} <= g.arms.keys()]
 
 
-def _complete(analysis: Analysis, group: Group) -> bool:
-    """Whether all planned runs of a setting are there: before that its test scores are nobody's business."""
-    return not any("unfinished" in c.problems for c in analysis.comparisons if c.group is group)
-
-
-def _comparison(analysis: Analysis, group: Group) -> Comparison | None:
-    pair = (METHOD, REFERENCE)
-    return next(
-        (c for c in analysis.comparisons if c.group is group and (c.method, c.reference) == pair), None
-    )
-
-
 def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     parts = []
     for analysis, group in groups:
-        comparison = _comparison(analysis, group)
+        comparison = analysis.comparison(group, METHOD, REFERENCE)
         if group.kind != "share" or comparison is None or comparison.verdict == "void":
             continue
         parts.append(f"{_difference(comparison)} on {group.task} ({_word(comparison)})")
@@ -161,13 +148,7 @@ def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 
 
 def _number(verdict: Verdict | Finding) -> str:
-    if verdict.number is None:
-        return numbers.NOTHING
-    digits = verdict.unit in ("ratio", "settings")
-    values = (verdict.number, *(verdict.interval or ()))
-    shown = [f"{v:.3g}" if digits else data.format_number(v, verdict.unit, signed=False) for v in values]
-    ends = f" ({shown[1]} to {shown[2]})" if verdict.interval else ""
-    return f"{shown[0]}{ends} {data.claim_data()['units'][verdict.unit][0]}"
+    return numbers.NOTHING if verdict.number is None else measured(verdict)
 
 
 def _claim_row(verdict: Verdict) -> dict[str, Any]:
@@ -189,18 +170,14 @@ def _word(comparison: Comparison) -> str:
 def _difference(comparison: Comparison) -> str:
     assert comparison.combined is not None
     told = comparison.group.told(comparison.combined)
-    digits = numbers.digits_for(told.low, told.high)
-    ends = ""
-    if told.low is not None and told.high is not None:
-        ends = f" ({numbers.signed(told.low, digits)} to {numbers.signed(told.high, digits)})"
-    return numbers.signed(told.mean, digits) + ends
+    return numbers.with_interval(told.mean, told.low, told.high)
 
 
 def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
     rows = []
     for comparison in analysis.comparisons:
         group, arms = comparison.group, (comparison.arm, comparison.reference_arm)
-        if not all(arm.values for arm in arms) or not _complete(analysis, group):
+        if not all(arm.values for arm in arms) or not analysis.complete(group):
             continue
         rows.append(
             {
@@ -244,9 +221,9 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for group in analysis.groups:
         linear = _linear(group)
-        if linear is None or not is_reference(group.model):  # pretrained models have read more than the task
+        if linear is None or not analysis.complete(group):
             continue
-        if not _complete(analysis, group):
+        if not is_reference(group.model):  # pretrained models have read more than the task
             continue
         for arm in group.arms.values():
             if arm.values:

@@ -291,3 +291,14 @@ class Analysis:
     @property
     def records(self) -> list[Record]:
         return [record for group in self.groups for record in group.records]
+
+    def of_group(self, group: Group) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.group is group]
+
+    def comparison(self, group: Group, method: str, reference: str) -> Comparison | None:
+        pair = (method, reference)
+        return next((c for c in self.of_group(group) if (c.method, c.reference) == pair), None)
+
+    def complete(self, group: Group) -> bool:
+        """Whether all planned runs of a setting are there: before that its test scores tell nothing."""
+        return not any("unfinished" in comparison.problems for comparison in self.of_group(group))

@@ -260,7 +260,7 @@ def raw(view: View, group: Group) -> Table | None:
     arms = [arm for arm in group.arms.values() if arm.records]
     if not arms:
         return None
-    comparisons = [c for c in view.analysis.comparisons if c.group is group and c.arm in arms]
+    comparisons = [c for c in view.analysis.of_group(group) if c.arm in arms]
     columns = {arm.method: arm for arm in arms}
     for arm in arms:  # what was measured at other learning rates too
         ties = [replace(arm, records=runs, lr=lr, near_ties={}) for lr, runs in arm.near_ties.items()]
