@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy import stats
+
 from oelm.claims import data
 from oelm.claims.cases import Case, describe_number
 from oelm.claims.data import Claim, ClaimPart, sentence
@@ -59,8 +61,6 @@ def _fits(part: ClaimPart, work: dict[str, Any], record: dict[str, Any]) -> bool
 
 
 def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, work: dict[str, Any]) -> Case:
-    from scipy import stats
-
     windows = {arm["name"]: arm["windows"] for arm in work["arms"]}
     ours, theirs = (
         [window["seconds"] / window["steps"] for window in windows[name]]

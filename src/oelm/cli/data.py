@@ -1,6 +1,7 @@
 """`oelm data`: list, inspect and prepare datasets."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,6 @@ HoldOut = Annotated[bool, typer.Option(help="Take validation rows out of train w
 @app.command("list")
 def list_tasks(as_json: options.AsJson = False) -> None:
     """The tasks known by name. Example: oelm data list"""
-    from dataclasses import asdict
-
     from oelm.data.catalogue import TASKS
 
     if as_json:

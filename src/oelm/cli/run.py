@@ -10,7 +10,10 @@ import typer
 
 from oelm.cli import options, show
 from oelm.errors import AuditError, UserError
+from oelm.study.catalogue import published_beside
+from oelm.system.progress import duration
 from oelm.system.terminal import console, say
+from oelm.training import request
 
 if TYPE_CHECKING:
     from oelm.training.status import RunStatus
@@ -63,10 +66,7 @@ def train(
     oelm train --data my.csv --text article --target summary --model t5-small;
     oelm train --data tales.txt --out lm
     """
-    from oelm.study.catalogue import published_beside
-    from oelm.training.request import train as train_run
-
-    run = train_run(
+    run = request.train(
         experiment, **given, task=task, method=method, lr=lr, seed=seed, config=config, set=set_ or (),
         out=out, overwrite=overwrite, stop_after=options.seconds_of(stop_after),
         stop_at_chance=stop_at_chance, fair=fair, plugin=plugin or (),
@@ -74,12 +74,10 @@ def train(
     if results := run.results:  # of the first process only
         if experiment is not None:
             results = results | {"published": published_beside(run.config, results)}
-        told = (
-            json.dumps(results | {"folder": str(run.folder)})
-            if as_json
-            else show.trained(results, run.folder)
-        )
-        say(told)
+        if as_json:
+            say(json.dumps(results | {"folder": str(run.folder)}))
+        else:
+            say(show.trained(results, run.folder))
 
 
 @app.command()
@@ -246,8 +244,6 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
 
 def _cells(run: "RunStatus", with_task: bool) -> list[str]:
-    from oelm.system.progress import duration
-
     return [
         re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name),  # a study's runs end with their key
         run.status,

@@ -8,7 +8,9 @@ import typer
 
 from oelm.cli import options, show
 from oelm.errors import RunError
+from oelm.study import request
 from oelm.system.messages import notice
+from oelm.system.progress import duration
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -70,7 +72,6 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.report.view import Words
-    from oelm.study.request import note_few_seeds, plan_study
 
     Words(lang)  # a language that does not exist must not cost a study
     table: dict[str, Any] = {
@@ -78,8 +79,8 @@ def study(
         "margin": margin, "jobs": jobs, "until_decided": until_decided or None,
         "launcher": "slurm" if slurm else launcher,
     }  # fmt: skip
-    planned, folder = plan_study(name, out, given, table, set_ or (), plugin or (), profile)
-    note_few_seeds(planned)
+    planned, folder = request.plan_study(name, out, given, table, set_ or (), plugin or (), profile)
+    request.note_few_seeds(planned)
     if dry_run:
         say(describe(planned, folder))
         say("next     the same command without --dry-run")
@@ -106,12 +107,11 @@ def report(
     same numbers. Examples: oelm report s; oelm report s --publish results/s
     """
     from oelm.study.kept_models import is_study
-    from oelm.study.request import report as write
 
     if to is not None:
         publish_records(folder, to, as_json)
         return
-    result = write(folder, lang=lang)
+    result = request.report(folder, lang=lang)
     if as_json:
         say(json.dumps(result.to_dict(), indent=1, ensure_ascii=False))
         return
@@ -141,7 +141,6 @@ def describe(study: "Study", out: Path) -> str:
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
     from oelm.study.enough import how_much_is_enough
     from oelm.study.folder import StudyFolder
-    from oelm.system.progress import duration
 
     table = study.table
     settings = prepare_settings(study)
@@ -200,9 +199,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.request import conduct_study
-
-    result = conduct_study(study, out, limit, lang)
+    result = request.conduct_study(study, out, limit, lang)
     if as_json:
         say(json.dumps(result.to_dict(), ensure_ascii=False))
         return

@@ -24,7 +24,7 @@ def build(view: View, folder: str) -> Document:
     sections: dict[str, list[Block]] = {
         "results": _results(view),
         "learning_rates": _learning_rates(view),
-        "certainty": _certainty(view),
+        "certainty": _with_note(view, _present(tables.certainty(view)), "certainty_note"),
         "across": _with_note(view, [tables.across(view)] if analysis.across else [], "across_note"),
         "claims": _claims(view),
         "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
@@ -81,13 +81,6 @@ def _with_note(view: View, blocks: list[Block], note: str) -> list[Block]:
 def _training(view: View) -> list[Block]:
     blocks = training(view)
     return [*_present(figures.histories(view)), *blocks] if blocks else []
-
-
-def _certainty(view: View) -> list[Block]:
-    table = tables.certainty(view)
-    if table is None:
-        return []
-    return _with_note(view, [table], "certainty_note")
 
 
 def _raw(view: View) -> list[Block]:
