@@ -186,7 +186,8 @@ def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
                 "scores": ", ".join(_score(group, arm) for arm in arms),
                 "difference": _difference(comparison) if comparison.combined else numbers.NOTHING,
                 "n": str(len(comparison.differences)), "verdict": _word(comparison),
-                "records": _link(group, page), "title": analysis.title,
+                "records": Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix(),
+                "title": analysis.title,
             }
         )  # fmt: skip
     return rows
@@ -196,11 +197,6 @@ def _score(group: Group, arm: ArmResult) -> str:
     value = fmean(arm.values)
     text = numbers.fixed(100 * value if group.kind == "share" else value, 2)
     return f"{text} at {numbers.learning_rate(arm.lr)}"
-
-
-def _link(group: Group, page: Path) -> str:
-    """The study's folder, as seen from the page."""
-    return Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix()
 
 
 def _study_folder(group: Group) -> Path:

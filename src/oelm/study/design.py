@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -199,9 +199,6 @@ class Study:
         if not self.table.until_decided:
             return (self.table.seeds,)
         return tuple(seeds for seeds in LOOKS if seeds <= self.table.max_seeds)
-
-    def with_seeds(self, seeds: int) -> "Study":
-        return replace(self, table=replace(self.table, seeds=seeds))
 
     @property
     def contrasts(self) -> list[tuple[str, str]]:

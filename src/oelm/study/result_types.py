@@ -203,10 +203,6 @@ class Comparison:
         return self.group.arms[self.reference]
 
     @property
-    def mean(self) -> float | None:
-        return self.combined.mean if self.combined else None
-
-    @property
     def collapsed(self) -> bool:
         """Whether a run of either arm collapsed: then nothing is called equivalent."""
         arms = (self.arm, self.reference_arm)

@@ -129,9 +129,7 @@ def seeds_needed(tables: Sequence[Overall], half_width: float) -> int | None:
     return next((n for n in range(2, 1001) if envelope_half_width(tables, n) <= half_width), None)
 
 
-def half_width_of_answers(
-    disagree: float, seeds: int, items: int, level: float = 0.95
-) -> tuple[float, float]:
+def half_width_of_answers(disagree: float, seeds: int, items: int, level: float) -> tuple[float, float]:
     """Half of the interval of a difference in accuracy, in points, when only the share of test items on which
     two runs disagree is known: at best (pure chance) and at worst (always the same items)."""
     error = 100 * math.sqrt(disagree / items)
@@ -139,9 +137,7 @@ def half_width_of_answers(
     return wide / math.sqrt(seeds), wide
 
 
-def seeds_for_noise(
-    noise: float, seeds: int, half_width: float, level: float = 0.95
-) -> tuple[float, int | None]:
+def seeds_for_noise(noise: float, seeds: int, half_width: float, level: float) -> tuple[float, int | None]:
     """Half of the interval over so many seeds of runs with this standard deviation, and the seeds, below
     1,000, that would make it `half_width`."""
 

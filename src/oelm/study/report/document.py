@@ -99,6 +99,12 @@ FOLDED = ("training",)  # sections that a reader opens: details that no verdict 
 Block = Paragraph | Bullets | Table | Code | Figures
 
 
+def with_note(blocks: Iterable[Block | None], note: str = "") -> list[Block]:
+    """The blocks that are there, and below them a note on how to read them."""
+    there = [block for block in blocks if block is not None]
+    return [*there, Paragraph(note, tone="note")] if there and note else there
+
+
 @dataclass(frozen=True)
 class Document:
     title: str
