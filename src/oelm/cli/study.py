@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm.cli import options, show
+from oelm.cli.options import option
 from oelm.errors import RunError
 from oelm.study import request
 from oelm.system.messages import notice
@@ -19,35 +20,28 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+# Keys of the [study] table.
+TABLE = {
+    "task": option(str, "Tasks by name, with commas: oelm data list."),
+    "methods": option(str, "With commas; the others are compared with the first. Default: baseline,oelm."),
+    "lrs": option(str, "Learning rates to try, with commas; default: 1e-4,3e-4,1e-3."),
+    "seeds": option(int, "Measured runs of each method; default: 5."),
+    "until_decided": option(bool, "Add seeds, up to --max-seeds, until the data decide.", "--until-decided"),
+    "max_seeds": option(int, "With --until-decided; default: 20."),
+    "margin": option(
+        float, "Smaller differences count as equal: points, or per cent of perplexity; default: 1."
+    ),
+    "jobs": option(int, "Runs side by side; default: what fits."),
+    "launcher": option(str, "Where runs are trained: local (the default), workers (see oelm work) or slurm."),
+}
+
+
 @app.command()
-@options.takes(options.RUN)
+@options.takes(given=options.RUN, table=TABLE)
 def study(
     given: dict[str, Any],
+    table: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
-    task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help="With commas; the others are compared with the first. Default: baseline,oelm."),
-    ] = None,
-    lrs: Annotated[
-        str | None, typer.Option(help="Learning rates to try, with commas; default: 1e-4,3e-4,1e-3.")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Measured runs of each method; default: 5.")] = None,
-    until_decided: Annotated[
-        bool, typer.Option("--until-decided", help="Add seeds, up to --max-seeds, until the data decide.")
-    ] = False,
-    max_seeds: Annotated[int | None, typer.Option(help="With --until-decided; default: 20.")] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option(
-            help="Smaller differences count as equal: points, or per cent of perplexity; default: 1."
-        ),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(help="Where runs are trained: local (the default), workers (see oelm work) or slurm."),
-    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Train on Slurm: --launcher slurm.")] = False,
     profile: Annotated[
         Path | None, typer.Option(help="A TOML file with keys for all your studies, such as study.slurm.")
@@ -74,11 +68,8 @@ def study(
     from oelm.study.report.view import Words
 
     Words(lang)  # a language that does not exist must not cost a study
-    table: dict[str, Any] = {
-        "tasks": task, "methods": methods, "lrs": lrs, "seeds": seeds, "max_seeds": max_seeds,
-        "margin": margin, "jobs": jobs, "until_decided": until_decided or None,
-        "launcher": "slurm" if slurm else launcher,
-    }  # fmt: skip
+    table |= {"launcher": "slurm"} if slurm else {}
+    table["tasks"] = table.pop("task", None)
     planned, folder = request.plan_study(name, out, given, table, set_ or (), plugin or (), profile)
     request.note_few_seeds(planned)
     if dry_run:
