@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from oelm.cli import options
+from oelm.cli.options import option, takes
 from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.catalogue import Experiment, clock, differences, get_experiment, list_experiments
@@ -21,18 +22,21 @@ ITEM = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on
 RECIPE = "Recipe, and where it comes from: a report, only the group's scripts, or us"
 
 
+CHECK = {
+    "steps": option(int, "Of --check: steps of each; default: 3, on a GPU 200.", min=1),
+    "data_dir": option(str, "Of --check: folder of NAME/SPLIT.parquet; else data is made up."),
+    "shrink": option(bool, "Of --check: small models, short texts.", "--shrink"),
+}
+
+
+@takes(settings=CHECK)
 def experiments(
+    *,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Show these in full.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run the first steps of these, or of all, and time them.")
     ] = False,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Of --check: steps of each; default: 3, on a GPU 200.")
-    ] = None,
-    data_dir: Annotated[
-        str | None, typer.Option(help="Of --check: folder of NAME/SPLIT.parquet; else data is made up.")
-    ] = None,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Of --check: small models, short texts.")] = False,
+    settings: dict[str, Any],
     record: Annotated[Path | None, typer.Option(help="Of --check: write the record here.")] = None,
     read: Annotated[Path | None, typer.Option(help="Print the table of a record of --check.")] = None,
     gpu: options.Gpu = None,
@@ -42,7 +46,7 @@ def experiments(
 
     Examples: oelm experiments GPT-02; oelm experiments --check GPT-02 XNLI-02 --record check.json
     """
-    if not check and (steps or data_dir or shrink or record):
+    if not check and (settings or record):
         raise UserError("--steps, --data-dir, --shrink and --record belong to --check")
     if read is not None:
         from oelm.study.check import render_table
@@ -51,7 +55,7 @@ def experiments(
         return
     chosen = [get_experiment(id) for id in ids or ()] or list_experiments()
     if check:
-        _check(chosen, {"steps": steps, "data_dir": data_dir, "shrink": shrink}, record, as_json)
+        _check(chosen, settings, record, as_json)
     elif as_json:
         values = [asdict(experiment) for experiment in chosen]
         if ids:

@@ -15,6 +15,7 @@ from oelm.system.files import check_name
 from oelm.system.plugins import load_plugins
 from oelm.training.request import listed
 
+Group = Mapping[str, tuple[Any, Any]]  # an option's name -> its annotation and its default
 LONGEST = 366 * 24 * 3600  # seconds; a timer of the system cannot take any number
 
 
@@ -63,9 +64,10 @@ def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
     return seconds
 
 
-def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
-    """An option of a group below; one that is not given has no value."""
-    return Annotated[kind | None, typer.Option(*names, help=help, **settings)]
+def option(kind: Any, help: str, *names: str, default: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """An option of a group below: its annotation and its default. Without one it may have no value."""
+    annotation = kind | None if default is None else kind
+    return Annotated[annotation, typer.Option(*names, help=help, **settings)], default
 
 
 Gpu = Annotated[
@@ -126,8 +128,8 @@ RUN = {
 }
 
 
-def takes(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb groups of options, each in place of a parameter: what the user set of it, by name."""
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb groups of options, each in place of a parameter: those that have a value, by name."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)
@@ -135,8 +137,8 @@ def takes(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callab
         parameters = []
         for parameter in signature.parameters.values():
             parameters += [
-                inspect.Parameter(name, kind, default=None, annotation=annotation)
-                for name, annotation in groups.get(parameter.name, {}).items()
+                inspect.Parameter(name, kind, default=default, annotation=annotation)
+                for name, (annotation, default) in groups.get(parameter.name, {}).items()
             ] or [parameter.replace(kind=kind)]
 
         @functools.wraps(verb)

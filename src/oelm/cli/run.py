@@ -37,7 +37,7 @@ TRAIN = options.RUN | {
         callback=options.new_folder,
     ),
     "overwrite": option(bool, "Start anew in a folder with a run.", "--overwrite"),
-    "stop_after": options.StopAfter,
+    "stop_after": (options.StopAfter, None),
     "stop_at_chance": option(bool, "End a run that stays at chance level.", "--stop-at-chance"),
     "fair": option(bool, "An experiment with validation held out, tested once.", "--fair"),
 }
