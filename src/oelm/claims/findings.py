@@ -10,15 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from oelm.claims import data
 from oelm.claims.collect import Collection
 from oelm.claims.language_modelling import METHOD, REFERENCE, language_settings, sentences, table_rows
 from oelm.claims.verdicts import Finding, Verdict, measured
 from oelm.models.gpt_sizes import is_reference
 from oelm.study.report import figures, numbers
-from oelm.study.report.document import Figure, Figures, escape_markdown
+from oelm.study.report.document import Figure, Figures, templates
 from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 from oelm.system.files import write_text
@@ -72,10 +70,8 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
         "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
         "benchmarks": sorted(benchmark.name for benchmark in given.benchmarks),
     }
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["md"] = escape_markdown
     template = (files("oelm.claims") / "findings.md.j2").read_text(encoding="utf-8")
-    text = environment.from_string(template).render(values)
+    text = templates(html=False).from_string(template).render(values)
     drawn = [picture for picture in claims.values() if picture]
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", [*drawn, *rates]
 
