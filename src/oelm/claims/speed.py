@@ -13,7 +13,7 @@ from oelm.claims.data import Claim, ClaimPart, sentence
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import SIZES
 from oelm.study import statistics
-from oelm.study.decide import FEWEST_SEEDS
+from oelm.study.decide import FEWEST_SEEDS, LEVEL
 
 FEWEST_ROUNDS = FEWEST_SEEDS
 
@@ -80,7 +80,7 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         environment = benchmark.record["environment"]
         values = {"on": work["name"], "record": benchmark.name, "ms": 1000 * sum(theirs) / len(theirs)}
         values["machine"] = environment.get("gpu") or environment.get("cpu")
-        values |= describe_number(part, "%", mean, interval, n, "rounds")
+        values |= describe_number(part, "%", mean, interval, sentence("n_rounds", n=n), 1 - LEVEL)
         what = sentence("time_saved", **claim.names, **values)
 
     def test(threshold: float) -> float | None:

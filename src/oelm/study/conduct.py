@@ -60,12 +60,9 @@ def prepare_settings(study: Study) -> list[Setting]:
 
 def _refuse_open_keys(config: RunConfig) -> None:
     """What is left to the GPU cannot be decided on a machine without one."""
-    for key, value, open_ in (
-        ("model", config.model.name, None),
-        ("precision", config.training.precision, "auto"),
-    ):
-        if value == open_:
-            raise UserError(f"the runs get GPUs and this machine has none: give --{key}")
+    known = {"model": config.model.name is not None, "precision": config.training.precision != "auto"}
+    if left := [key for key in known if not known[key]]:
+        raise UserError(f"the runs get GPUs and this machine has none: give --{left[0]}")
 
 
 def check_methods(settings: list[Setting]) -> None:

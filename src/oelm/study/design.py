@@ -180,7 +180,6 @@ class Study:
 
     @property
     def reference_arm(self) -> str:
-        """The name of the arm that the others are compared with."""
         name = self.table.reference or next(iter(self.arms))
         if name not in self.arms:
             raise UserError(f"study.reference {name!r} is not among the methods: {', '.join(self.arms)}")
@@ -283,7 +282,6 @@ def _arms_as_methods(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
-    """Make a Study of a nested mapping, checked."""
     base = deepcopy(dict(values))
     for name in ("study", "per_task", "task", "model", "training"):
         if not isinstance(base.get(name, {}), Mapping):

@@ -59,7 +59,6 @@ class ArmResult:
 
     @property
     def interval(self) -> statistics.Interval | None:
-        """The mean test metric with its interval."""
         return statistics.interval(self.values) if self.values else None
 
     def step_time(self) -> float | None:
@@ -87,8 +86,6 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Collapses:
-    """The collapsed runs of an arm."""
-
     seeds: list[int]
     rate: tuple[float, float]  # the exact 95 % interval
     mean_without: float | None

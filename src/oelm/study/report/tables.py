@@ -159,7 +159,6 @@ def _tests(view: View, comparison: Comparison) -> list[str]:
 
 
 def across(view: View) -> Table:
-    """Every method over all tasks."""
     head = [view.words(f"table.{name}") for name in ("method", "tasks", "iqm", "improvement")]
     rows: list[Row] = []
     for entry in view.analysis.across:
