@@ -111,9 +111,7 @@ def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     parts = []
     for _, group in groups:
-        spans = [
-            group.arms[m].robustness(group.larger_is_better, group.tolerance) for m in (METHOD, REFERENCE)
-        ]
+        spans = [group.robustness(group.arms[method]) for method in (METHOD, REFERENCE)]
         if group.kind == "share" and all(spans):
             ours, theirs = (span.ratio for span in spans if span)
             parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.task}")
@@ -235,7 +233,7 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for group in analysis.groups:
         for arm in group.arms.values():
-            span = arm.robustness(group.larger_is_better, group.tolerance)
+            span = group.robustness(arm)
             if span is None:
                 continue
             low, high = numbers.learning_rate(span.low), numbers.learning_rate(span.high)

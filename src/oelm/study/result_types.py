@@ -73,12 +73,6 @@ class ArmResult:
         areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in sorted_curves]
         return fmean(areas) if areas else None
 
-    def robustness(self, larger_is_better: bool, tolerance: float) -> statistics.Robustness | None:
-        lrs, scores = list(self.lr_scores), list(self.lr_scores.values())
-        if len([score for score in scores if score is not None]) < 2:
-            return None
-        return statistics.lr_robustness(lrs, scores, larger_is_better, tolerance)
-
     def expected_best(self, larger_is_better: bool) -> list[float]:
         scores = [value for record in self.trials if (value := record.validation) is not None]
         return statistics.expected_best(scores, larger_is_better).tolist() if scores else []
@@ -133,6 +127,13 @@ class Group:
         mean, sign = fmean(arm.values), 1 if self.larger_is_better else -1
         scores = {name: metrics[self.metric] for name, metrics in self.trivial_baselines.items()}
         return [name for name, score in scores.items() if sign * score > sign * mean]
+
+    def robustness(self, arm: ArmResult) -> statistics.Robustness | None:
+        """How much the arm's learning rate matters; None if fewer than two were tried with success."""
+        lrs, scores = list(arm.lr_scores), list(arm.lr_scores.values())
+        if len(scores) - scores.count(None) < 2:
+            return None
+        return statistics.lr_robustness(lrs, scores, self.larger_is_better, self.tolerance)
 
     @property
     def tried_lrs(self) -> list[float]:

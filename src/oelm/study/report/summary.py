@@ -98,7 +98,7 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "test": arm.values,
         "bits_per_byte": mean_of(arm.records, "test", "metrics", "bits_per_byte"),
         "rates": [{"lr": lr, "validation": score} for lr, score in arm.lr_scores.items()],
-        "robustness": arm.robustness(group.larger_is_better, group.tolerance),
+        "robustness": group.robustness(arm),
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
         "behind": group.behind(arm),
