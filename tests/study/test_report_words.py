@@ -27,7 +27,9 @@ def test_every_text_is_used():
     """By its key, or by a key that is put together from strings of the code."""
     strings, patterns = set(), []
     for template in PACKAGE.rglob("*.j2"):
-        strings |= set(re.findall(r"[\w.]+", template.read_text(encoding="utf-8")))
+        text = template.read_text(encoding="utf-8")
+        strings |= set(re.findall(r"[\w.]+", text))
+        patterns += [rf"{re.escape(start)}(.+)" for start in re.findall(r'words\("([\w.]+)" ~', text)]
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant):

@@ -13,7 +13,7 @@ from oelm.config import SUFFIXES
 from oelm.data.catalogue import TASKS
 from oelm.models.gpt_sizes import PRESETS
 from oelm.study.analysis import find_problems, pair_runs, table_of
-from oelm.study.decide import LEVEL, combine
+from oelm.study.decide import combine
 from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
 from oelm.study.two_way import overall
@@ -216,17 +216,10 @@ class Case:
 
 
 def describe_number(
-    part: ClaimPart,
-    unit: str,
-    mean: float,
-    interval: Interval | None,
-    n: int,
-    counted: str = "seeds",
-    level: float = 1 - LEVEL,
+    part: ClaimPart, unit: str, mean: float, interval: Interval | None, count: Sentence, level: float
 ) -> dict[str, Sentence]:
-    """The number and its interval, for the sentence of a measure."""
+    """The number and its interval, for the sentence of a measure; `count` tells n."""
     signed = part.measure != "kept"
-    count = sentence(f"n_{counted}", n=n)
     text = sentence("no_interval", count=count)
     if interval is not None:
         low, high = data.format_number(interval[0], unit, signed), data.with_unit(interval[1], unit, signed)
@@ -300,7 +293,8 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
             interval = min(ends), max(ends)
         columns = (f"{fmean(column):.4g}" for column in zip(*scores, strict=True))
         values = dict(zip(("score", "reference_score"), columns, strict=True))
-        texts = describe_number(part, unit, mean, interval, len(scores), level=analysis.level)
+        count = sentence("n_seeds", n=len(scores))
+        texts = describe_number(part, unit, mean, interval, count, analysis.level)
         what = sentence(part.measure, method=claim.method, reference_arm=name, **values, **texts)
 
     def test(threshold: float) -> float | None:

@@ -79,7 +79,6 @@ def claim_data() -> dict[str, Any]:
 
 
 def read_claims() -> list[Claim]:
-    """The claims, in order."""
     claims = []
     for row in claim_data()["claims"]:
         parts = {task: ClaimPart(**part) for task, part in row.get("parts", {}).items()}
@@ -88,7 +87,6 @@ def read_claims() -> list[Claim]:
 
 
 def sentence(key: str, **values: Any) -> Sentence:
-    """A sentence of claims.toml."""
     return fill(claim_data()["words"][key], **values)
 
 

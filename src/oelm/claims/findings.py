@@ -10,22 +10,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from oelm.claims import data
 from oelm.claims.collect import Collection
-from oelm.claims.language_modelling import language_settings, sentences, table_rows
-from oelm.claims.published_recipe import recipe_sentences, repeats_recipe
-from oelm.claims.told import complete, difference
-from oelm.claims.verdicts import Finding, Verdict
+from oelm.claims.language_modelling import METHOD, REFERENCE, language_settings, sentences, table_rows
+from oelm.claims.published_recipe import difference, recipe_sentences, repeats_recipe
+from oelm.claims.verdicts import Finding, Verdict, measured
 from oelm.models.gpt_sizes import is_reference
 from oelm.study.report import figures, numbers
-from oelm.study.report.document import Figure, Figures, escape_markdown
+from oelm.study.report.document import Figure, Figures, templates
 from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 from oelm.system.files import write_text
 
-METHOD, REFERENCE = "oelm", "baseline"
 CONSTANT = "majority"  # the trivial baseline that reads no text
 
 
@@ -76,10 +72,8 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
         "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
         "benchmarks": sorted(benchmark.name for benchmark in given.benchmarks),
     }
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["md"] = escape_markdown
     template = (files("oelm.claims") / "findings.md.j2").read_text(encoding="utf-8")
-    text = environment.from_string(template).render(values)
+    text = templates(html=False).from_string(template).render(values)
     drawn = [picture for picture in claims.values() if picture]
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", [*drawn, *rates]
 
@@ -89,8 +83,8 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
 
 def _answer(analyses: Sequence[Analysis], verdicts: Sequence[Verdict]) -> list[str]:
     by_id = {verdict.id: verdict for verdict in verdicts}
-    groups = [(a, group) for a in analyses for group in _scratch(a) if complete(a, group)]
-    tuned = [(a, g) for a in analyses for g in a.groups if _pretrained_here(g) and complete(a, g)]
+    groups = [(a, group) for a in analyses for group in _scratch(a) if a.complete(group)]
+    tuned = [(a, g) for a in analyses for g in a.groups if _pretrained_here(g) and a.complete(g)]
     return [
         _classification_sentence(groups),
         _robustness_sentence(groups),
@@ -114,17 +108,10 @@ def _pretrained_here(group: Group) -> bool:
     return ours and not is_reference(group.model)
 
 
-def _comparison(analysis: Analysis, group: Group) -> Comparison | None:
-    pair = (METHOD, REFERENCE)
-    return next(
-        (c for c in analysis.comparisons if c.group is group and (c.method, c.reference) == pair), None
-    )
-
-
 def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     parts = []
     for analysis, group in groups:
-        comparison = _comparison(analysis, group)
+        comparison = analysis.comparison(group, METHOD, REFERENCE)
         if group.kind != "share" or comparison is None or comparison.verdict == "void":
             continue
         parts.append(f"{difference(comparison)} on {group.task} ({_word(comparison)})")
@@ -135,9 +122,7 @@ def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     parts = []
     for _, group in groups:
-        spans = [
-            group.arms[m].robustness(group.larger_is_better, group.tolerance) for m in (METHOD, REFERENCE)
-        ]
+        spans = [group.robustness(group.arms[method]) for method in (METHOD, REFERENCE)]
         if group.kind == "share" and all(spans):
             ours, theirs = (span.ratio for span in spans if span)
             parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.task}")
@@ -169,13 +154,7 @@ def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 
 
 def _number(verdict: Verdict | Finding) -> str:
-    if verdict.number is None:
-        return numbers.NOTHING
-    digits = verdict.unit in ("ratio", "settings")
-    values = (verdict.number, *(verdict.interval or ()))
-    shown = [f"{v:.3g}" if digits else data.format_number(v, verdict.unit, signed=False) for v in values]
-    ends = f" ({shown[1]} to {shown[2]})" if verdict.interval else ""
-    return f"{shown[0]}{ends} {data.claim_data()['units'][verdict.unit][0]}"
+    return numbers.NOTHING if verdict.number is None else measured(verdict)
 
 
 def _claim_row(verdict: Verdict) -> dict[str, Any]:
@@ -198,7 +177,7 @@ def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
     rows = []
     for comparison in analysis.comparisons:
         group, arms = comparison.group, (comparison.arm, comparison.reference_arm)
-        if not all(arm.values for arm in arms) or not complete(analysis, group):
+        if not all(arm.values for arm in arms) or not analysis.complete(group):
             continue
         rows.append(
             {
@@ -207,7 +186,8 @@ def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
                 "scores": ", ".join(_score(group, arm) for arm in arms),
                 "difference": difference(comparison) if comparison.combined else numbers.NOTHING,
                 "n": str(len(comparison.differences)), "verdict": _word(comparison),
-                "records": _link(group, page), "title": analysis.title,
+                "records": Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix(),
+                "title": analysis.title,
             }
         )  # fmt: skip
     return rows
@@ -217,11 +197,6 @@ def _score(group: Group, arm: ArmResult) -> str:
     value = fmean(arm.values)
     text = numbers.fixed(100 * value if group.kind == "share" else value, 2)
     return f"{text} at {numbers.learning_rate(arm.lr)}"
-
-
-def _link(group: Group, page: Path) -> str:
-    """The study's folder, as seen from the page."""
-    return Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix()
 
 
 def _study_folder(group: Group) -> Path:
@@ -243,7 +218,7 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
     for group in analysis.groups:
         linear = _linear(group)
         ours = is_reference(group.model) or _pretrained_here(group)  # others have read more than the task
-        if linear is None or not ours or repeats_recipe(analysis) or not complete(analysis, group):
+        if linear is None or not ours or repeats_recipe(analysis) or not analysis.complete(group):
             continue
         for arm in group.arms.values():
             if arm.values:
@@ -263,7 +238,7 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for group in analysis.groups:
         for arm in group.arms.values():
-            span = arm.robustness(group.larger_is_better, group.tolerance)
+            span = group.robustness(arm)
             if span is None:
                 continue
             low, high = numbers.learning_rate(span.low), numbers.learning_rate(span.high)

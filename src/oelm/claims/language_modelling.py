@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from oelm.claims.told import complete, difference
+from oelm.study.records import mean_of
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 
@@ -17,20 +17,21 @@ METHOD, REFERENCE = "oelm", "baseline"
 NEAR = 5.0  # per cent of baseline's perplexity
 EXTRA = 0.05  # what a cheap arm may learn beside frozen Q and K, as a share of their parameters
 FROZEN = 0.8  # the share of the steps in which a cheap arm has Q and K frozen
+BITS = ("test", "metrics", "bits_per_byte")
 
 Setting = tuple[Analysis, Group]
 
 
 def language_settings(analyses: Iterable[Analysis]) -> list[Setting]:
     """The settings by perplexity all of whose planned runs are there, the shortest training first."""
-    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and complete(a, g)]
+    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and a.complete(g)]
     return sorted(found, key=lambda setting: (setting[1].task, setting[1].model, _steps(setting[1])))
 
 
 def sentences(settings: Sequence[Setting]) -> list[str]:
     """For each setting with a verdict the cheapest arm near baseline, or how far the best is; then how the
     gap of `oelm` changes with the length of training."""
-    decided = [(a, g) for a, g in settings if _verdicts(a, g)]
+    decided = [(a, g) for a, g in settings if any(c.verdict != "void" for c in a.of_group(g))]
     found = [sentence for a, g in decided if (sentence := _nearest(a, g))]
     gaps: dict[tuple[str, str], dict[int, Comparison]] = {}
     for analysis, group in settings:
@@ -61,7 +62,7 @@ def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
                 {
                     "task": group.task, "model": group.model, "steps": f"{_steps(group):,}",
                     "method": arm.method, "perplexity": numbers.fixed(fmean(arm.values), 2),
-                    "bits": numbers.fixed(_bits(arm), 3), "n": str(len(arm.values)),
+                    "bits": numbers.fixed(mean_of(arm.finished, *BITS), 3), "n": str(len(arm.values)),
                     "above": _above(comparison) if comparison else numbers.NOTHING,
                     "trained": numbers.count(None if trained is None else round(trained)),
                     "time": numbers.time_of(arm.step_time()), "title": analysis.title,
@@ -70,14 +71,9 @@ def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
     return rows
 
 
-def _verdicts(analysis: Analysis, group: Group) -> bool:
-    return any(c.group is group and c.verdict != "void" for c in analysis.comparisons)
-
-
 def _comparison(analysis: Analysis, group: Group, method: str) -> Comparison | None:
-    pair = (method, REFERENCE)
-    known = [c for c in analysis.comparisons if c.group is group and (c.method, c.reference) == pair]
-    return known[0] if known and known[0].combined else None
+    comparison = analysis.comparison(group, method, REFERENCE)
+    return comparison if comparison and comparison.combined else None
 
 
 def _excess(comparison: Comparison) -> float:
@@ -87,8 +83,10 @@ def _excess(comparison: Comparison) -> float:
 
 
 def _above(comparison: Comparison) -> str:
-    mean, *interval = difference(comparison, sign=-1).split(" ", 1)
-    return " ".join([f"{mean} %", *interval])
+    assert comparison.combined is not None
+    told = comparison.group.told(comparison.combined)
+    low, high = (None if end is None else -end for end in (told.high, told.low))
+    return numbers.with_interval(-told.mean, low, high, " %")
 
 
 def _nearest(analysis: Analysis, group: Group) -> str | None:
@@ -149,12 +147,6 @@ def _mean(stages: Sequence[dict[str, Any]], key: str, steps: int) -> float | Non
     ends = [*(stage["step"] for stage in stages[1:]), steps]
     spans = zip(stages, ends, strict=True)
     return sum(stage[key] * max(0, end - stage["step"]) for stage, end in spans) / steps
-
-
-def _bits(arm: ArmResult) -> float | None:
-    tests = [(record.results.get("test") or {}).get("metrics", {}) for record in arm.finished]
-    known = [metrics["bits_per_byte"] for metrics in tests if metrics.get("bits_per_byte") is not None]
-    return fmean(known) if known else None
 
 
 def _steps(group: Group) -> int:

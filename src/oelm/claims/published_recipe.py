@@ -7,10 +7,15 @@ and their intervals are told beside the published one.
 from collections.abc import Iterable
 
 from oelm.claims import data
-from oelm.claims.told import complete, difference
+from oelm.claims.language_modelling import METHOD, REFERENCE
+from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, Comparison, Group
 
-METHOD, REFERENCE = "oelm", "baseline"
+
+def difference(comparison: Comparison) -> str:
+    assert comparison.combined is not None
+    told = comparison.group.told(comparison.combined)
+    return numbers.with_interval(told.mean, told.low, told.high)
 
 
 def repeats_recipe(analysis: Analysis) -> bool:
@@ -23,8 +28,8 @@ def recipe_sentences(analyses: Iterable[Analysis]) -> list[str]:
     found = []
     for analysis in analyses:
         for group in analysis.groups if repeats_recipe(analysis) else ():
-            known = [c for c in analysis.comparisons if c.group is group and _tells(c)]
-            if complete(analysis, group) and known:
+            known = [c for c in analysis.of_group(group) if _tells(c)]
+            if analysis.complete(group) and known:
                 found += _told(group, known)
     return found
 

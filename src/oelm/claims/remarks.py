@@ -5,6 +5,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
 
+from scipy import stats
+
 from oelm.claims import data
 from oelm.claims.cases import Case, Setting, make_case
 from oelm.claims.data import Claim, Sentence, join, sentence
@@ -74,8 +76,6 @@ def control_sentence(claim: Claim, case: Case, gains: bool) -> Sentence:
 
 def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Sentence:
     """Whether the measure rises from task to task; the verdict does not depend on it."""
-    from scipy import stats
-
     usable = [case for case in cases if not case.problem and case.task in tasks]
     names = data.listed(tasks)
     if sorted(case.task for case in usable) != sorted(tasks):

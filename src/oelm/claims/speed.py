@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy import stats
+
 from oelm.claims import data
 from oelm.claims.cases import Case, describe_number
 from oelm.claims.data import Claim, ClaimPart, sentence
 from oelm.errors import UserError
 from oelm.models.gpt_sizes import SIZES
 from oelm.study import statistics
-from oelm.study.decide import FEWEST_SEEDS
+from oelm.study.decide import FEWEST_SEEDS, LEVEL
 
 FEWEST_ROUNDS = FEWEST_SEEDS
 
@@ -59,8 +61,6 @@ def _fits(part: ClaimPart, work: dict[str, Any], record: dict[str, Any]) -> bool
 
 
 def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, work: dict[str, Any]) -> Case:
-    from scipy import stats
-
     windows = {arm["name"]: arm["windows"] for arm in work["arms"]}
     ours, theirs = (
         [window["seconds"] / window["steps"] for window in windows[name]]
@@ -80,7 +80,7 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         environment = benchmark.record["environment"]
         values = {"on": work["name"], "record": benchmark.name, "ms": 1000 * sum(theirs) / len(theirs)}
         values["machine"] = environment.get("gpu") or environment.get("cpu")
-        values |= describe_number(part, "%", mean, interval, n, "rounds")
+        values |= describe_number(part, "%", mean, interval, sentence("n_rounds", n=n), 1 - LEVEL)
         what = sentence("time_saved", **claim.names, **values)
 
     def test(threshold: float) -> float | None:

@@ -68,6 +68,16 @@ class Verdict:
     unit: str = ""  # as of a Finding, or "settings"
 
 
+def measured(found: Finding | Verdict, between: str = "to", language: int = 0) -> str:
+    """The number, its interval and its unit; there must be a number."""
+    assert found.number is not None
+    plain = found.unit in ("ratio", "settings")
+    values = (found.number, *(found.interval or ()))
+    shown = [f"{v:.3g}" if plain else data.format_number(v, found.unit, signed=False) for v in values]
+    ends = f" ({shown[1]} {between} {shown[2]})" if found.interval else ""
+    return f"{shown[0]}{ends} {data.claim_data()['units'][found.unit][language]}"
+
+
 def judge(analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark] = ()) -> list[Verdict]:
     """A verdict on each claim, in order, from the records of all studies and benchmarks together."""
     return [_judge(claim, analyses, benchmarks) for claim in data.read_claims()]

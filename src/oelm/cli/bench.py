@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli.options import listed, seconds_of
+from oelm.cli.options import listed, option, seconds_of, takes
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
@@ -19,43 +19,31 @@ def _default(name: str) -> str:
     return f"Default: {ON_CPU[name]}, on a GPU {ON_GPU[name]}."
 
 
+SETTINGS = {
+    "work": option(str, "classification, lm, freezing, all of these, or pretrained.", default="all"),
+    "size": option(str, "gpt-tiny, gpt-medium-512, ...; a model's folder for freezing and pretrained."),
+    "data": option(list[str], "A prepared folder (oelm data prepare); may be repeated."),
+    "batch_size": option(int, "Texts in a step of classification.", default=16, min=1),
+    "tokens_per_step": option(
+        int, f"Tokens in a step of all other work. {_default('tokens_per_step')}", min=1
+    ),
+    "steps": option(
+        int, f"Steps of a timed window; a fifth as many for large steps. {_default('steps')}", min=1
+    ),
+    "rounds": option(int, f"Timed windows of each arm, interleaved. {_default('rounds')}", min=1),
+    "max_length": option(
+        int, f"Longest window or synthetic text, in tokens. {_default('max_length')}", min=1
+    ),
+    "vocab_size": option(int, "Vocabulary of synthetic texts, without --data.", default=50257, min=3),
+    "leave_out": option(str, "Arms to leave out, with commas.", default=""),
+    "compile": option(bool, "Compile peers; default: on a GPU.", "--compile/--no-compile"),
+    "stop_after": option(str, "Start nothing new after 90s, 9m or 2h."),
+}
+
+
+@takes(given=SETTINGS)
 def bench(
-    work: Annotated[
-        str, typer.Option(help="classification, lm, freezing, all of these, or pretrained.")
-    ] = "all",
-    size: Annotated[
-        str | None,
-        typer.Option(help="gpt-tiny, gpt-medium-512, ...; a model's folder for freezing and pretrained."),
-    ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="A prepared folder (oelm data prepare); may be repeated.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts in a step of classification.", min=1)] = 16,
-    tokens_per_step: Annotated[
-        int | None,
-        typer.Option(help=f"Tokens in a step of all other work. {_default('tokens_per_step')}", min=1),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Steps of a timed window; a fifth as many for large steps. {_default('steps')}", min=1
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help=f"Timed windows of each arm, interleaved. {_default('rounds')}", min=1)
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(help=f"Longest window or synthetic text, in tokens. {_default('max_length')}", min=1),
-    ] = None,
-    vocab_size: Annotated[
-        int, typer.Option(help="Vocabulary of synthetic texts, without --data.", min=3)
-    ] = 50257,
-    leave_out: Annotated[str, typer.Option(help="Arms to leave out, with commas.")] = "",
-    compile_: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile peers; default: on a GPU.")
-    ] = None,
-    stop_after: Annotated[str | None, typer.Option(help="Start nothing new after 90s, 9m or 2h.")] = None,
+    given: dict[str, Any],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the ratios here, as SVG.")] = None,
     read: Annotated[Path | None, typer.Option(help="Show a record instead of measuring.")] = None,
@@ -67,7 +55,6 @@ def bench(
     """
     from oelm.bench.show import draw_chart, print_record, read_record
 
-    given = locals()
     if read is not None and json_file is not None:
         raise UserError("--read shows an existing record and --json writes a new one; keep one of them")
     if chart is not None and chart.suffix != ".svg":
@@ -94,15 +81,8 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
 
     device = process_state().device
     gpu = device.type == "cuda"
-    values = (ON_GPU if gpu else ON_CPU) | {key: value for key, value in given.items() if value is not None}
-    sizes = ("batch_size", "tokens_per_step", "steps", "rounds", "max_length", "vocab_size")
-    settings = Settings(
-        work=WORKS if values["work"] == "all" else tuple(listed(values["work"])),
-        size=values.get("size") or default_model(device),
-        data=tuple(values.get("data", ())),
-        leave_out=tuple(listed(values["leave_out"])),
-        compile=values.get("compile_", gpu),
-        stop_after=seconds_of(values.get("stop_after")),
-        **{key: values[key] for key in sizes},
-    )
-    return run_bench(settings, device, lambda text: say(text, err=True), json_file)
+    values = (ON_GPU if gpu else ON_CPU) | {"size": default_model(device), "compile": gpu} | given
+    values |= {"data": tuple(values.get("data", ())), "leave_out": tuple(listed(values["leave_out"]))}
+    values["work"] = WORKS if values["work"] == "all" else tuple(listed(values["work"]))
+    values["stop_after"] = seconds_of(values.get("stop_after"))
+    return run_bench(Settings(**values), device, lambda text: say(text, err=True), json_file)

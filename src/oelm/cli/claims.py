@@ -62,7 +62,8 @@ def show(given: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from oelm.claims.data import claim_data, format_number, sentence
+    from oelm.claims.data import claim_data, sentence
+    from oelm.claims.verdicts import measured
 
     place = ("en", "zh").index(lang)
     rules, ages = claim_data()["rules"], given.ages
@@ -75,10 +76,6 @@ def show(given: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
     for verdict in verdicts:
         head = f"\n{verdict.id:<4}{claim_data()['verdicts'][verdict.verdict][place]}"
         if verdict.number is not None:
-            digits = verdict.unit in ("ratio", "settings")
-            values = (verdict.number, *(verdict.interval or ()))
-            shown = [f"{v:.3g}" if digits else format_number(v, verdict.unit, signed=False) for v in values]
-            ends = f" ({shown[1]} .. {shown[2]})" if verdict.interval else ""
-            head += f"   {shown[0]}{ends} {claim_data()['units'][verdict.unit][place]}   n = {verdict.n}"
+            head += f"   {measured(verdict, '..', place)}   n = {verdict.n}"
         screen.print(Text(head))
         screen.print(Padding(Text(verdict.why_zh if place else verdict.why), (0, 0, 0, 4)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oelm.cli import options
+from oelm.config import make_config, overrides
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
@@ -46,7 +47,6 @@ def convert(
 
 
 def _method(name: str, assignments: list[str]) -> "Method":
-    from oelm.config import make_config, overrides
     from oelm.method import Method
 
     values = overrides({"method.name": name}, assignments)

@@ -1,6 +1,7 @@
 """`oelm data`: list, inspect and prepare datasets."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 from oelm.cli import options
 from oelm.system.terminal import say
+from oelm.training.request import spelled_out
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare datasets.")
 
@@ -19,8 +21,6 @@ HoldOut = Annotated[bool, typer.Option(help="Take validation rows out of train w
 @app.command("list")
 def list_tasks(as_json: options.AsJson = False) -> None:
     """The tasks known by name. Example: oelm data list"""
-    from dataclasses import asdict
-
     from oelm.data.catalogue import TASKS
 
     if as_json:
@@ -32,7 +32,7 @@ def list_tasks(as_json: options.AsJson = False) -> None:
 
 
 @app.command()
-@options.takes(options.DATA)
+@options.takes(given=options.DATA)
 def inspect(
     name: Name,
     given: dict[str, Any],
@@ -49,7 +49,7 @@ def inspect(
     from oelm.data import TASKS, Choice
     from oelm.data.checks import describe, render
 
-    choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
+    choice = Choice(name, **spelled_out(given), split_seed=split_seed, hold_out=hold_out)
     store = choice.store(show_progress=not as_json)
     report = describe(store)
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
@@ -59,7 +59,7 @@ def inspect(
 
 
 @app.command()
-@options.takes(options.DATA)
+@options.takes(given=options.DATA)
 def prepare(
     name: Name,
     given: dict[str, Any],
@@ -84,7 +84,7 @@ def prepare(
     from oelm.data.token_bins import check_bins, write_bins
     from oelm.data.writer import copy_store
 
-    choice = Choice(name, **given, split_seed=split_seed, hold_out=hold_out)
+    choice = Choice(name, **spelled_out(given), split_seed=split_seed, hold_out=hold_out)
     if bins is not None and name in TASKS:  # before the minutes that tokenising takes
         check_bins(name, TASKS[name].kind, bins)
     store = choice.store(show_progress=not as_json)

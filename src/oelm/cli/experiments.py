@@ -5,34 +5,38 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from textwrap import TextWrapper, fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from oelm.cli import options
+from oelm.cli.options import option, takes
+from oelm.config import to_toml
 from oelm.errors import UserError
+from oelm.study.catalogue import Experiment, clock, differences, get_experiment, list_experiments
+from oelm.system.files import read_object
 from oelm.system.terminal import say
-
-if TYPE_CHECKING:
-    from oelm.study.catalogue import Experiment
 
 WIDTH = 100  # of the table where there is no terminal to ask
 ITEM = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
 RECIPE = "Recipe, and where it comes from: a report, only the group's scripts, or us"
 
 
+CHECK = {
+    "steps": option(int, "Of --check: steps of each; default: 3, on a GPU 200.", min=1),
+    "data_dir": option(str, "Of --check: folder of NAME/SPLIT.parquet; else data is made up."),
+    "shrink": option(bool, "Of --check: small models, short texts.", "--shrink"),
+}
+
+
+@takes(settings=CHECK)
 def experiments(
+    *,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Show these in full.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run the first steps of these, or of all, and time them.")
     ] = False,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Of --check: steps of each; default: 3, on a GPU 200.")
-    ] = None,
-    data_dir: Annotated[
-        str | None, typer.Option(help="Of --check: folder of NAME/SPLIT.parquet; else data is made up.")
-    ] = None,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Of --check: small models, short texts.")] = False,
+    settings: dict[str, Any],
     record: Annotated[Path | None, typer.Option(help="Of --check: write the record here.")] = None,
     read: Annotated[Path | None, typer.Option(help="Print the table of a record of --check.")] = None,
     gpu: options.Gpu = None,
@@ -42,19 +46,16 @@ def experiments(
 
     Examples: oelm experiments GPT-02; oelm experiments --check GPT-02 XNLI-02 --record check.json
     """
-    from oelm.study.catalogue import get_experiment, list_experiments
-
-    if not check and (steps or data_dir or shrink or record):
+    if not check and (settings or record):
         raise UserError("--steps, --data-dir, --shrink and --record belong to --check")
     if read is not None:
         from oelm.study.check import render_table
-        from oelm.system.files import read_object
 
         say(render_table(read_object(read), read))
         return
     chosen = [get_experiment(id) for id in ids or ()] or list_experiments()
     if check:
-        _check(chosen, {"steps": steps, "data_dir": data_dir, "shrink": shrink}, record, as_json)
+        _check(chosen, settings, record, as_json)
     elif as_json:
         values = [asdict(experiment) for experiment in chosen]
         if ids:
@@ -66,7 +67,7 @@ def experiments(
         _print_table(chosen)
 
 
-def _check(chosen: "list[Experiment]", settings: dict[str, Any], record: Path | None, as_json: bool) -> None:
+def _check(chosen: list[Experiment], settings: dict[str, Any], record: Path | None, as_json: bool) -> None:
     from oelm.study.check import check_experiments
 
     if record is not None and not record.parent.is_dir():
@@ -82,11 +83,9 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False)
 
 
-def _print_table(catalogue: "list[Experiment]") -> None:
+def _print_table(catalogue: list[Experiment]) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from oelm.study.catalogue import clock
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in ("ID", "task", "model", "method", "lr", "length", "published", "time"):
@@ -120,7 +119,7 @@ def _print_table(catalogue: "list[Experiment]") -> None:
     )
 
 
-def _variant(experiment: "Experiment") -> str:
+def _variant(experiment: Experiment) -> str:
     return f"{experiment.id} is a variant of {experiment.variant_of}, not a published experiment of its own."
 
 
@@ -136,7 +135,7 @@ def _headline(published: dict[str, Any]) -> str:
     return f"PPL {published['perplexity']:.2f}"
 
 
-def _render(experiment: "Experiment") -> str:
+def _render(experiment: Experiment) -> str:
     published = dict(experiment.published)
     histories = {key: published.pop(key) for key in list(published) if key.endswith("history")}
     counts, notes = published.pop("parameters"), published.pop("notes")
@@ -161,10 +160,9 @@ def _render(experiment: "Experiment") -> str:
     return "\n".join(lines)
 
 
-def _records(experiment: "Experiment") -> list[dict[str, Any]]:
+def _records(experiment: Experiment) -> list[dict[str, Any]]:
     """The finished runs below runs/ and results/ that repeat the experiment or have its task, model and
     method. Runs of a folder at one learning rate are one entry: how many, and means."""
-    from oelm.study.catalogue import differences
     from oelm.study.records import find_records
 
     alike: dict[tuple[Any, ...], list[Any]] = {}
@@ -190,8 +188,6 @@ def _records(experiment: "Experiment") -> list[dict[str, Any]]:
 
 
 def _record_line(entry: dict[str, Any]) -> str:
-    from oelm.study.catalogue import clock
-
     how = f"differs in {', '.join(entry['differs_in'])}" if entry["differs_in"] else "an exact repeat"
     runs = f", mean of {entry['runs']} runs" if entry["runs"] > 1 else ""
     scores = [f"{entry['split']} {entry['metric']} {entry['best']:.4g}"]
@@ -200,10 +196,8 @@ def _record_line(entry: dict[str, Any]) -> str:
     return ITEM.fill(f"{entry['folder']}: {', '.join(scores)}{runs}, {clock(entry['time_s'])}; {how}")
 
 
-def _recipe(experiment: "Experiment") -> list[str]:
+def _recipe(experiment: Experiment) -> list[str]:
     """The config as TOML, with the source of every key as a comment beside it."""
-    from oelm.config import to_toml
-
     source_of = {key: source for source, keys in experiment.sources.items() for key in keys}
     text = to_toml(experiment.config).splitlines()
     width, section, lines = max(map(len, text)), "", []
@@ -215,8 +209,6 @@ def _recipe(experiment: "Experiment") -> list[str]:
 
 
 def _figure(key: str, value: Any) -> str:
-    from oelm.study.catalogue import clock
-
     if isinstance(value, list):
         return ", ".join(map(str, value))
     text = f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from oelm.cli import options
-from oelm.cli.predict import RunOrStudy, load_trained, note
+from oelm.cli.predict import RunOrStudy, note
 from oelm.errors import UserError
+from oelm.system.files import write_text
 from oelm.system.terminal import say
 
 
@@ -32,14 +33,16 @@ def explain(
     from oelm.inference.attention_page import attention_page
     from oelm.inference.attention_sample import explain_model
     from oelm.inference.attention_statistics import differences
+    from oelm.inference.predictor import open_trained
     from oelm.study.report.view import Words
-    from oelm.system.files import write_text
 
     Words(lang)  # refuses a language that does not exist
     folders = [run] if other is None else [run, other]
     if other is not None and run.resolve() == other.resolve():
         raise UserError(f"{run} is named twice: there is nothing to compare")
-    statistics = {str(folder): explain_model(load_trained(folder), texts, split, lines) for folder in folders}
+    statistics = {
+        str(folder): explain_model(open_trained(folder, note), texts, split, lines) for folder in folders
+    }
     shapes = [[(h.attention, h.layer, h.head) for h in one.heads] for one in statistics.values()]
     if shapes[0] != shapes[-1]:
         raise UserError(f"{run} and {other} have different layers or heads: explain them one at a time")

@@ -13,8 +13,9 @@ import typer
 from oelm.errors import UserError
 from oelm.system.files import check_name
 from oelm.system.plugins import load_plugins
-from oelm.training.request import listed, spelled_out
+from oelm.training.request import listed
 
+Group = Mapping[str, tuple[Any, Any]]  # an option's name -> its annotation and its default
 LONGEST = 366 * 24 * 3600  # seconds; a timer of the system cannot take any number
 
 
@@ -63,12 +64,12 @@ def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
     return seconds
 
 
-Text = Annotated[str | None, typer.Option(help="Column of the text; default: text.")]
-TextPair = Annotated[str | None, typer.Option(help="Column of the second text.")]
-Label = Annotated[str | None, typer.Option(help="Column of the label; default: label.")]
-MaxLength = Annotated[
-    int | None, typer.Option(help="Tokens of a text or window; longer ones are cut. Default: 512.")
-]
+def option(kind: Any, help: str, *names: str, default: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """An option of a group below: its annotation and its default. Without one it may have no value."""
+    annotation = kind | None if default is None else kind
+    return Annotated[annotation, typer.Option(*names, help=help, **settings)], default
+
+
 Gpu = Annotated[
     str | None, typer.Option(help="Use this GPU, by number: 0, or 0,1.", callback=use_gpus, is_eager=True)
 ]
@@ -77,12 +78,6 @@ STUDY_OUT = typer.Option(
 )
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
 Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        help="Kind of task of a file: classification (the default), regression, token-classification, ..."
-    ),
-]
 Plugin = Annotated[
     list[str] | None,
     typer.Option(
@@ -95,81 +90,63 @@ Tokens = Annotated[int, typer.Option(help="New tokens, at most; never beyond the
 Temperature = Annotated[float, typer.Option(help="0: the likeliest token every time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+COLUMNS = {
+    "text": option(str, "Column of the text; default: text."),
+    "text_pair": option(str, "Column of the second text."),
+    "label": option(str, "Column of the label; default: label."),
+}
 # How data is read: `oelm train`, `oelm study` and `oelm data`. Names are those of config.FLAGS.
-DATA: dict[str, Any] = {
-    "text": Text,
-    "text_pair": TextPair,
-    "label": Label,
-    "target": Annotated[
-        str | None, typer.Option(help="Column of the text to write for each text (T5, BART).")
-    ],
-    "kind": Kind,
-    "lm": Annotated[
-        bool | None, typer.Option("--lm", help="A language model of a file's texts; of .txt files anyway.")
-    ],
-    "test_file": Annotated[
-        str | None, typer.Option(help="A file of test rows; default: a tenth of the file.")
-    ],
-    "train_size": Annotated[
-        int | None, typer.Option(help="Train on so many rows, stratified; default: all.")
-    ],
-    "train_on": Annotated[str | None, typer.Option(help="xnli: mnli or snli+mnli.")],
-    "max_length": MaxLength,
-    "max_target_length": Annotated[
-        int | None, typer.Option(help="Tokens of a target; default: --max-length.")
-    ],
-    "tokenizer": Annotated[
-        str | None,
-        typer.Option(help="gpt2 (a task's default), a hub id, a folder, or train:8192 (a file's default)."),
-    ],
-    "data_dir": Annotated[
-        str | None, typer.Option(help="Folder of NAME/SPLIT.parquet; default: OELM_DATA_DIR, or the hub.")
-    ],
+DATA = COLUMNS | {
+    "target": option(str, "Column of the text to write for each text (T5, BART)."),
+    "kind": option(
+        str, "Kind of task of a file: classification (the default), regression, token-classification, ..."
+    ),
+    "lm": option(bool, "A language model of a file's texts; of .txt files anyway.", "--lm"),
+    "test_file": option(str, "A file of test rows; default: a tenth of the file."),
+    "train_size": option(int, "Train on so many rows, stratified; default: all."),
+    "train_on": option(str, "xnli: mnli or snli+mnli."),
+    "max_length": option(int, "Tokens of a text or window; longer ones are cut. Default: 512."),
+    "max_target_length": option(int, "Tokens of a target; default: --max-length."),
+    "tokenizer": option(
+        str, "gpt2 (a task's default), a hub id, a folder, or train:8192 (a file's default)."
+    ),
+    "data_dir": option(str, "Folder of NAME/SPLIT.parquet; default: OELM_DATA_DIR, or the hub."),
 }
 # What one run and all runs of a study have.
-RUN: dict[str, Any] = {
-    "data": Annotated[
-        str | None,
-        typer.Option(
-            help="Your own CSV, TSV, JSONL, Parquet or .txt file, a folder of .txt, a prepared dataset."
-        ),
-    ],
+RUN = {
+    "data": option(
+        str, "Your own CSV, TSV, JSONL, Parquet or .txt file, a folder of .txt, a prepared dataset."
+    ),
     **DATA,
-    "model": Annotated[
-        str | None,
-        typer.Option(help="gpt-tiny (default on a CPU), gpt-medium-512 (on a GPU), ..., a hub id, a folder."),
-    ],
-    "epochs": Annotated[float | None, typer.Option(help="Passes over the training data; default: 3.")],
-    "steps": Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")],
-    "batch_size": Annotated[int | None, typer.Option(help="Texts or windows in a batch; default: 16.")],
-    "batch_tokens": Annotated[int | None, typer.Option(help="Tokens in a batch, instead of texts.")],
-    "precision": Annotated[str | None, typer.Option(help="auto (the default), fp32, bf16 or fp16.")],
-    "tracker": Annotated[
-        list[str] | None, typer.Option(help="Also log to tensorboard, wandb, mlflow, ...; docs/training.md.")
-    ],
+    "model": option(str, "gpt-tiny (default on a CPU), gpt-medium-512 (on a GPU), ..., a hub id, a folder."),
+    "epochs": option(float, "Passes over the training data; default: 3."),
+    "steps": option(int, "Optimizer steps, instead of epochs."),
+    "batch_size": option(int, "Texts or windows in a batch; default: 16."),
+    "batch_tokens": option(int, "Tokens in a batch, instead of texts."),
+    "precision": option(str, "auto (the default), fp32, bf16 or fp16."),
+    "tracker": option(list[str], "Also log to tensorboard, wandb, mlflow, ...; docs/training.md."),
 }
 
 
-def takes(group: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb a group of options in place of its parameter `given`: the values the user set, by name."""
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb groups of options, each in place of a parameter: those that have a value, by name."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = []
         for parameter in signature.parameters.values():
-            if parameter.name == "given":
-                parameters += [
-                    inspect.Parameter(name, kind, default=None, annotation=option)
-                    for name, option in group.items()
-                ]
-            else:
-                parameters.append(parameter.replace(kind=kind))
+            parameters += [
+                inspect.Parameter(name, kind, default=default, annotation=annotation)
+                for name, (annotation, default) in groups.get(parameter.name, {}).items()
+            ] or [parameter.replace(kind=kind)]
 
         @functools.wraps(verb)
         def wrapper(**values: Any) -> None:
-            given = {name: values.pop(name) for name in group}
-            verb(given=spelled_out(given), **values)
+            for group, names in groups.items():
+                given = {name: values.pop(name) for name in names}
+                values[group] = {name: value for name, value in given.items() if value not in (None, [])}
+            verb(**values)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from oelm.cli import options
 from oelm.config import TABLES
 from oelm.errors import UserError
 from oelm.system.terminal import say
-
-if TYPE_CHECKING:
-    from oelm.inference.trained import Trained
 
 app = typer.Typer()
 
@@ -34,13 +31,6 @@ def watched(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(rows, 1):
             display.advance(number)
             yield row
-
-
-def load_trained(run: Path) -> "Trained":
-    """The model of a run or, of a study, the best of those it kept, which is named."""
-    from oelm.inference.predictor import open_trained
-
-    return open_trained(run, note)
 
 
 @app.command()
@@ -68,6 +58,7 @@ def predict(
     from oelm.data.table_writer import check_new_table, json_line, write_table
     from oelm.inference import tables
     from oelm.inference.prediction import open_lines
+    from oelm.inference.predictor import open_trained
 
     if out is not None:
         check_new_table(out)
@@ -75,7 +66,7 @@ def predict(
     if not is_table and (text or text_pair or label):
         raise UserError(f"--text, --text-pair and --label name columns, and {file} is read line by line")
     table = None
-    trained = load_trained(run)
+    trained = open_trained(run, note)
     if is_table:
         table = tables.Table(trained, file, text, text_pair, label)
         rows, names, schema = table.predict(note), table.names, getattr(table.source, "schema", None)
@@ -109,6 +100,8 @@ def generate(
 
     Example: oelm generate runs/x 'Once upon a time'
     """
-    trained = load_trained(run)
+    from oelm.inference.predictor import open_trained
+
+    trained = open_trained(run, note)
     written = trained.generate(prompt, tokens, temperature, top_k, seed)
     say(written if trained.writes else prompt + written)

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm.cli import options, show
+from oelm.cli.options import option
 from oelm.errors import AuditError, UserError
+from oelm.system.progress import duration
 from oelm.system.terminal import console, say
+from oelm.training import request
 
 if TYPE_CHECKING:
     from oelm.training.status import RunStatus
@@ -20,38 +23,37 @@ app = typer.Typer()
 Run = Annotated[Path, typer.Argument(help="A run's folder, or a saved model's.")]
 
 
+TRAIN = options.RUN | {
+    "task": option(str, "A task by name: oelm data list."),
+    "method": option(str, "baseline (the default), oelm, ...: docs/methods.md."),
+    "lr": option(str, "Learning rate; default: 3e-4."),
+    "seed": option(int, "Decides initial values and the order of the data; default: 0."),
+    "config": option(Path, "A TOML file with any of the keys."),
+    "set": option(list[str], "Any key: training.clip=0.5", "--set"),
+    "out": option(
+        Path,
+        "The run's folder; an unfinished run in it is resumed. Default: below runs.",
+        callback=options.new_folder,
+    ),
+    "overwrite": option(bool, "Start anew in a folder with a run.", "--overwrite"),
+    "stop_after": (options.StopAfter, None),
+    "stop_at_chance": option(bool, "End a run that stays at chance level.", "--stop-at-chance"),
+    "fair": option(bool, "An experiment with validation held out, tested once.", "--fair"),
+}
+EVALUATE = {
+    "name": option(str, "Another task.", "--task"),
+    "data": option(str, "Another file."),
+    "test_file": option(str, "Another file of test rows."),
+    "data_dir": option(str, "Folder of NAME/SPLIT.parquet."),
+    "max_length": option(int, "Tokens of a text or window; default: the run's."),
+}
+
+
 @app.command()
-@options.takes(options.RUN)
+@options.takes(given=TRAIN)
 def train(
     given: dict[str, Any],
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="A published experiment.")] = None,
-    task: Annotated[str | None, typer.Option(help="A task by name: oelm data list.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help="baseline (the default), oelm, ...: docs/methods.md.")
-    ] = None,
-    lr: Annotated[str | None, typer.Option(help="Learning rate; default: 3e-4.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Decides initial values and the order of the data; default: 0.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the keys.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: training.clip=0.5")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run's folder; an unfinished run in it is resumed. Default: below runs.",
-            callback=options.new_folder,
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew in a folder with a run.")
-    ] = False,
-    stop_after: options.StopAfter = None,
-    stop_at_chance: Annotated[
-        bool, typer.Option("--stop-at-chance", help="End a run that stays at chance level.")
-    ] = False,
-    fair: Annotated[
-        bool, typer.Option("--fair", help="An experiment with validation held out, tested once.")
-    ] = False,
     gpu: options.Gpu = None,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
@@ -63,37 +65,26 @@ def train(
     oelm train --data my.csv --text article --target summary --model t5-small;
     oelm train --data tales.txt --out lm
     """
-    from oelm.training.request import train as train_run
-
-    run = train_run(
-        experiment, **given, task=task, method=method, lr=lr, seed=seed, config=config, set=set_ or (),
-        out=out, overwrite=overwrite, stop_after=options.seconds_of(stop_after),
-        stop_at_chance=stop_at_chance, fair=fair, plugin=plugin or (),
-    )  # fmt: skip
+    stop_after = options.seconds_of(given.pop("stop_after", None))
+    run = request.train(experiment, **given, stop_after=stop_after, plugin=plugin or ())
     if results := run.results:  # of the first process only
         if experiment is not None:
             from oelm.study.catalogue import published_beside
 
             results = results | {"published": published_beside(run.config, results)}
-        told = (
-            json.dumps(results | {"folder": str(run.folder)})
-            if as_json
-            else show.trained(results, run.folder)
-        )
-        say(told)
+        if as_json:
+            say(json.dumps(results | {"folder": str(run.folder)}))
+        else:
+            say(show.trained(results, run.folder))
 
 
 @app.command()
+@options.takes(changes=EVALUATE, columns=options.COLUMNS)
 def evaluate(
     run: Run,
+    *,
     split: Annotated[str, typer.Option(help="validation or test.")] = "test",
-    task: Annotated[str | None, typer.Option(help="Another task.")] = None,
-    data: Annotated[str | None, typer.Option(help="Another file.")] = None,
-    test_file: Annotated[str | None, typer.Option(help="Another file of test rows.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of NAME/SPLIT.parquet.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a text or window; default: the run's.")
-    ] = None,
+    changes: dict[str, Any],
     generation: Annotated[
         bool, typer.Option("--generation", help="Measure how it continues held-out texts.")
     ] = False,
@@ -105,9 +96,7 @@ def evaluate(
     zero_shot: Annotated[str | None, typer.Option(help="A task or file to classify by likelihood.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt: '{text} It was'")] = None,
     labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
-    text: options.Text = None,
-    text_pair: options.TextPair = None,
-    label: options.Label = None,
+    columns: dict[str, Any],
     limit: Annotated[int | None, typer.Option(help="Classify only this many items.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
     plugin: options.Plugin = None,
@@ -122,9 +111,7 @@ def evaluate(
     from oelm.inference.generation_quality import Writing
     from oelm.inference.trained import Trained
 
-    given = {"name": task, "data": data, "test_file": test_file, "data_dir": data_dir}
-    changes = {key: value for key, value in (given | {"max_length": max_length}).items() if value is not None}
-    if zero_shot is None and (template or labels or text or text_pair or label or limit):
+    if zero_shot is None and (template or labels or columns or limit):
         raise UserError(
             "--template, --labels, --text, --text-pair, --label and --limit belong to --zero-shot"
         )
@@ -132,15 +119,14 @@ def evaluate(
         raise UserError("--zero-shot needs a --template, for example '{text} It was'")
     trained = Trained(run)
     answer: dict[str, Any] = {}
-    if not generation and (zero_shot is None or task or data):
+    if not generation and (zero_shot is None or "name" in changes or "data" in changes):
         answer = trained.evaluate(split, show=True, **changes)
     if generation:
         writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
         answer["generation"] = trained.generation(split, writing, **changes)
     if zero_shot is not None:
         assert template is not None
-        columns = {"text": text, "text_pair": text_pair, "label": label, "data_dir": data_dir}
-        columns = {key: value for key, value in columns.items() if value is not None}
+        columns |= {key: value for key, value in changes.items() if key == "data_dir"}
         answer["zero_shot"] = trained.zero_shot(zero_shot, split, template, labels, limit, seed, **columns)
     say(json.dumps(answer) if as_json else show.evaluated(answer))
     if not as_json:
@@ -247,8 +233,6 @@ def status_table(runs: "list[RunStatus]") -> Any:
 
 
 def _cells(run: "RunStatus", with_task: bool) -> list[str]:
-    from oelm.system.progress import duration
-
     return [
         re.sub(r"-[0-9a-f]{8}$", "", Path(run.folder).name),  # a study's runs end with their key
         run.status,

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oelm.cli import options, show
+from oelm.cli.options import option
 from oelm.errors import RunError
+from oelm.study import request
 from oelm.system.messages import notice
+from oelm.system.progress import duration
 from oelm.system.terminal import say
 
 if TYPE_CHECKING:
@@ -17,35 +20,28 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+# Keys of the [study] table.
+TABLE = {
+    "task": option(str, "Tasks by name, with commas: oelm data list."),
+    "methods": option(str, "With commas; the others are compared with the first. Default: baseline,oelm."),
+    "lrs": option(str, "Learning rates to try, with commas; default: 1e-4,3e-4,1e-3."),
+    "seeds": option(int, "Measured runs of each method; default: 5."),
+    "until_decided": option(bool, "Add seeds, up to --max-seeds, until the data decide.", "--until-decided"),
+    "max_seeds": option(int, "With --until-decided; default: 20."),
+    "margin": option(
+        float, "Smaller differences count as equal: points, or per cent of perplexity; default: 1."
+    ),
+    "jobs": option(int, "Runs side by side; default: what fits."),
+    "launcher": option(str, "Where runs are trained: local (the default), workers (see oelm work) or slurm."),
+}
+
+
 @app.command()
-@options.takes(options.RUN)
+@options.takes(given=options.RUN, table=TABLE)
 def study(
     given: dict[str, Any],
+    table: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="A shipped study or a TOML file.")] = None,
-    task: Annotated[str | None, typer.Option(help="Tasks by name, with commas: oelm data list.")] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help="With commas; the others are compared with the first. Default: baseline,oelm."),
-    ] = None,
-    lrs: Annotated[
-        str | None, typer.Option(help="Learning rates to try, with commas; default: 1e-4,3e-4,1e-3.")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Measured runs of each method; default: 5.")] = None,
-    until_decided: Annotated[
-        bool, typer.Option("--until-decided", help="Add seeds, up to --max-seeds, until the data decide.")
-    ] = False,
-    max_seeds: Annotated[int | None, typer.Option(help="With --until-decided; default: 20.")] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option(
-            help="Smaller differences count as equal: points, or per cent of perplexity; default: 1."
-        ),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.")] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(help="Where runs are trained: local (the default), workers (see oelm work) or slurm."),
-    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Train on Slurm: --launcher slurm.")] = False,
     profile: Annotated[
         Path | None, typer.Option(help="A TOML file with keys for all your studies, such as study.slurm.")
@@ -70,16 +66,12 @@ def study(
     oelm study --task imdb --methods baseline,oelm --seeds 5 --out s; oelm study --out s (goes on)
     """
     from oelm.study.report.view import Words
-    from oelm.study.request import note_few_seeds, plan_study
 
     Words(lang)  # a language that does not exist must not cost a study
-    table: dict[str, Any] = {
-        "tasks": task, "methods": methods, "lrs": lrs, "seeds": seeds, "max_seeds": max_seeds,
-        "margin": margin, "jobs": jobs, "until_decided": until_decided or None,
-        "launcher": "slurm" if slurm else launcher,
-    }  # fmt: skip
-    planned, folder = plan_study(name, out, given, table, set_ or (), plugin or (), profile)
-    note_few_seeds(planned)
+    table |= {"launcher": "slurm"} if slurm else {}
+    table["tasks"] = table.pop("task", None)
+    planned, folder = request.plan_study(name, out, given, table, set_ or (), plugin or (), profile)
+    request.note_few_seeds(planned)
     if dry_run:
         say(describe(planned, folder))
         say("next     the same command without --dry-run")
@@ -106,12 +98,11 @@ def report(
     same numbers. Examples: oelm report s; oelm report s --publish results/s
     """
     from oelm.models.starts import is_study
-    from oelm.study.request import report as write
 
     if to is not None:
         publish_records(folder, to, as_json)
         return
-    result = write(folder, lang=lang)
+    result = request.report(folder, lang=lang)
     if as_json:
         say(json.dumps(result.to_dict(), indent=1, ensure_ascii=False))
         return
@@ -141,7 +132,6 @@ def describe(study: "Study", out: Path) -> str:
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
     from oelm.study.enough import how_much_is_enough
     from oelm.study.folder import StudyFolder
-    from oelm.system.progress import duration
 
     table = study.table
     settings = prepare_settings(study)
@@ -201,9 +191,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
     """Make the runs, write the report, and print the answer, the models' folders and what failed."""
-    from oelm.study.request import conduct_study
-
-    result = conduct_study(study, out, limit, lang)
+    result = request.conduct_study(study, out, limit, lang)
     if as_json:
         say(json.dumps(result.to_dict(), ensure_ascii=False))
         return

@@ -80,12 +80,8 @@ def _hopeless(comparison: Comparison) -> bool:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    keys = sorted(before.keys() | now.keys())
-    return [
-        {"key": key, "from": before.get(key), "to": now.get(key)}
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
+    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [{"key": key, "from": before.get(key), "to": now.get(key)} for key in differing]
 
 
 def analyse_records(

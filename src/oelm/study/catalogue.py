@@ -14,8 +14,6 @@ from oelm.training.folder import flat
 
 @dataclass(frozen=True)
 class Experiment:
-    """One published experiment."""
-
     id: str
     title: str
     published: dict[str, Any]  # the reported figures (accuracies 0 to 1, seconds), their split, notes

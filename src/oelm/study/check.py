@@ -19,6 +19,7 @@ from oelm.errors import Interrupted, RunError, UserError
 from oelm.study.catalogue import Experiment, clock, experiment_config, list_experiments
 from oelm.system.files import read_object, write_json
 from oelm.system.messages import read_notice
+from oelm.training.folder import environment
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,6 @@ def check_experiments(
     from oelm.data.sources import find_data_dir
     from oelm.study.stand_ins import StandIns
     from oelm.training.failure import reason_of
-    from oelm.training.folder import environment
     from oelm.training.parallel import process_state
 
     state, experiments, cache = process_state(), list(experiments), os.environ.get("OELM_CACHE_DIR")

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.live import Live
+from rich.text import Text
+
 from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
 from oelm.data.trivial_baselines import compute_beside, trivial_baselines
@@ -14,6 +17,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.build import build_model
 from oelm.models.starts import is_study, starts_of
+from oelm.study.analysis import analyse, settled
 from oelm.study.design import Study
 from oelm.study.estimate import evaluations, measure_pace, span
 from oelm.study.folder import Setting, StudyFolder
@@ -60,12 +64,9 @@ def prepare_settings(study: Study) -> list[Setting]:
 
 def _refuse_open_keys(config: RunConfig) -> None:
     """What is left to the GPU cannot be decided on a machine without one."""
-    for key, value, open_ in (
-        ("model", config.model.name, None),
-        ("precision", config.training.precision, "auto"),
-    ):
-        if value == open_:
-            raise UserError(f"the runs get GPUs and this machine has none: give --{key}")
+    known = {"model": config.model.name is not None, "precision": config.training.precision != "auto"}
+    if left := [key for key in known if not known[key]]:
+        raise UserError(f"the runs get GPUs and this machine has none: give --{left[0]}")
 
 
 def check_methods(settings: list[Setting]) -> None:
@@ -140,19 +141,14 @@ def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) ->
 
 
 def conduct(
-    study: Study,
-    out: Path,
-    stop_after: float | None = None,
-    show: Callable[[StudyProgress], None] = lambda progress: None,
+    study: Study, out: Path, stop_after: float | None, show: Callable[[StudyProgress], None]
 ) -> StudyProgress:
     """Make every run the study needs that is not there yet. Raises `Interrupted` when told to stop."""
-    from oelm.study.analysis import analyse, settled
-
     folder = StudyFolder(out)
     with folder.lock(study), stopping(stop_after) as stop:
         (out / "cancel").unlink(missing_ok=True)
         for seeds in study.looks:
-            study = study.with_seeds(seeds)
+            study = replace(study, table=replace(study.table, seeds=seeds))
             settings = prepare_settings(study)
             check_methods(settings)
             launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
@@ -176,12 +172,10 @@ class ProgressView:
     def __init__(self, shown: bool = True) -> None:
         self.began, self.first_done, self.shown = time.monotonic(), -1, shown
         self._line = notebook_line() if shown else None
-        self._live: Any = None
+        self._live: Live | None = None
 
     def __enter__(self) -> "ProgressView":
         if self.shown and sys.stderr.isatty():
-            from rich.live import Live
-
             self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
             self._live.start()
         return self
@@ -206,8 +200,6 @@ class ProgressView:
         if self._line is not None:
             self._line.show("\n".join(self._now(progress)))
         if self._live is not None:
-            from rich.text import Text
-
             self._live.update(Text("\n".join(self._now(progress))))
 
     def _summary(self, progress: StudyProgress) -> str:

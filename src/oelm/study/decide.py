@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from scipy import stats
+
 from oelm.study.two_way import Overall
 
 LEVEL = 0.05
@@ -29,8 +31,6 @@ def near_ties(scores: Mapping[float, Sequence[float]], noise: float, df: int) ->
     `scores` are those of the choice runs (larger is better) at each learning rate where none failed, `noise`
     is their standard deviation at one learning rate and `df` its degrees of freedom (`choice_noise`).
     """
-    from scipy import stats
-
     means = {lr: fmean(values) for lr, values in scores.items()}
     ranked = sorted(means, key=lambda lr: (-means[lr], lr))
     if not ranked or df < 1:
@@ -108,8 +108,6 @@ def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
 
 def collapse_rate(collapses: int, runs: int) -> tuple[float, float]:
     """The exact (Clopper-Pearson) 95 % interval of the rate of collapses."""
-    from scipy import stats
-
     rate = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
     return float(rate.low), float(rate.high)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -197,7 +197,6 @@ class Study:
 
     @property
     def reference_arm(self) -> str:
-        """The name of the arm that the others are compared with."""
         name = self.table.reference or next(iter(self.arms))
         if name not in self.arms:
             raise UserError(f"study.reference {name!r} is not among the methods: {', '.join(self.arms)}")
@@ -216,9 +215,6 @@ class Study:
         if not self.table.until_decided:
             return (self.table.seeds,)
         return tuple(seeds for seeds in LOOKS if seeds <= self.table.max_seeds)
-
-    def with_seeds(self, seeds: int) -> "Study":
-        return replace(self, table=replace(self.table, seeds=seeds))
 
     @property
     def contrasts(self) -> list[tuple[str, str]]:
@@ -304,7 +300,6 @@ def _arms_as_methods(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def make_study(values: Mapping[str, Any], where: str = "study") -> Study:
-    """Make a Study of a nested mapping, checked."""
     base = deepcopy(dict(values))
     for name in ("study", "per_task", "task", "model", "training"):
         if not isinstance(base.get(name, {}), Mapping):

@@ -37,9 +37,10 @@ def how_much_is_enough(setting: Setting, out: Path) -> str:
         )
     width, needed = seeds_for_noise(noise, seeds, bound, level)
     count = f"{needed} seeds" if needed else "more than 999 seeds"
+    told = width if share else 100 * math.expm1(width / 100)
     text = (
         f"{setting.task}: by the noise of the trials {seeds} seeds show a difference of about "
-        f"±{_told(width, share):.2g} {unit}, and the margin of {table.margin:g} takes {count}"
+        f"±{told:.2g} {unit}, and the margin of {table.margin:g} takes {count}"
     )
     if not known:
         return f"{text}; {items:,} test items add to it"
@@ -48,10 +49,6 @@ def how_much_is_enough(setting: Setting, out: Path) -> str:
         f"{text}; ±{both:.2g} if runs always disagree on the same {DISAGREE:.0%} of the {items:,} test "
         f"items{never}"
     )
-
-
-def _told(width: float, share: bool) -> float:
-    return width if share else 100 * math.expm1(width / 100)
 
 
 def _trials(setting: Setting, out: Path) -> list[dict[float, list[float]]]:

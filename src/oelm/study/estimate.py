@@ -15,13 +15,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from oelm.config import rebuild_config
+from oelm.data import open_store
+from oelm.models.build import build_model
+from oelm.study.folder import Setting
 from oelm.system.files import cache_dir, read_object, write_json
-
-if TYPE_CHECKING:
-    from oelm.study.folder import Setting
-    from oelm.training.resolve import ResolvedRun
+from oelm.system.plugins import load_plugins
+from oelm.training.evaluate import evaluate
+from oelm.training.parallel import process_state, same_bits
+from oelm.training.resolve import ResolvedRun, objective_of, resolve_run
+from oelm.training.step import make_step
 
 WARM, TIMED = 2.0, 3.0  # seconds of steps: the first ones, in which memory fills up and graphs are recorded
 KEPT = 86_400.0  # seconds that a measurement stands for its machine
@@ -46,7 +53,7 @@ class Pace:
         return beside + steps * self.step + evaluations * self.evaluation + tested * self.test
 
 
-def evaluations(run: "ResolvedRun") -> int:
+def evaluations(run: ResolvedRun) -> int:
     """How often a run is evaluated: every so many steps or epoch, and at its end."""
     return -(-run.total_steps // (run.eval_every or len(run.plan.epoch(0))))
 
@@ -71,7 +78,7 @@ def span(phases: list[list[tuple[int, float]]], places: int) -> float:
     return end
 
 
-def measure_pace(setting: "Setting", environments: list[dict[str, str]]) -> Pace | None:
+def measure_pace(setting: Setting, environments: list[dict[str, str]]) -> Pace | None:
     """What a run of this setting takes here, with one process in each of these environments; None where a
     process fails or takes too long."""
     config = setting.run_config(setting.any_cell)
@@ -143,8 +150,6 @@ class _Enough(Exception):
 
 def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]) -> float:
     """Seconds of an evaluation; of a long one the first batches are made, and all batches are as large."""
-    from oelm.training.evaluate import evaluate
-
     began, seconds = wait(), 0.0
 
     def watch(done: int, of: int) -> None:
@@ -161,16 +166,6 @@ def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]
 
 def main() -> None:
     """Measure one job: build and open everything, say so, wait for the others, measure."""
-    import torch
-
-    from oelm.config import rebuild_config
-    from oelm.data import open_store
-    from oelm.models.build import build_model
-    from oelm.system.plugins import load_plugins
-    from oelm.training.parallel import process_state, same_bits
-    from oelm.training.resolve import objective_of, resolve_run
-    from oelm.training.step import make_step
-
     job = json.loads(sys.stdin.readline())
     state = process_state()
     started = time.monotonic()

@@ -299,6 +299,5 @@ def no_runs(folder: Path, damaged: list[Notice]) -> UserError:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a path that is not a folder."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: no such folder")

@@ -39,7 +39,6 @@ class Course:
 
     @property
     def split(self) -> str:
-        """The split of the history."""
         return next((str(point["split"]) for record in self.records for point in record.curve), "validation")
 
     @property

@@ -131,7 +131,7 @@ def note_few_seeds(planned: "Study", err: bool = True) -> None:
 
 
 def conduct_study(
-    planned: "Study", folder: Path, stop_after: float | None, lang: str = "en", show: bool = True
+    planned: "Study", folder: Path, stop_after: float | None, lang: str, show: bool = True
 ) -> "StudyResult":
     """Make the runs of a study that are missing, and write its report."""
     from oelm.study.conduct import ProgressView, conduct

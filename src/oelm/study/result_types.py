@@ -59,7 +59,6 @@ class ArmResult:
 
     @property
     def interval(self) -> statistics.Interval | None:
-        """The mean test metric with its interval."""
         return statistics.interval(self.values) if self.values else None
 
     def step_time(self) -> float | None:
@@ -74,12 +73,6 @@ class ArmResult:
         areas = [statistics.area_under_curve(*zip(*curve, strict=True)) for curve in sorted_curves]
         return fmean(areas) if areas else None
 
-    def robustness(self, larger_is_better: bool, tolerance: float) -> statistics.Robustness | None:
-        lrs, scores = list(self.lr_scores), list(self.lr_scores.values())
-        if len([score for score in scores if score is not None]) < 2:
-            return None
-        return statistics.lr_robustness(lrs, scores, larger_is_better, tolerance)
-
     def expected_best(self, larger_is_better: bool) -> list[float]:
         scores = [value for record in self.trials if (value := record.validation) is not None]
         return statistics.expected_best(scores, larger_is_better).tolist() if scores else []
@@ -87,8 +80,6 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Collapses:
-    """The collapsed runs of an arm."""
-
     seeds: list[int]
     rate: tuple[float, float]  # the exact 95 % interval
     mean_without: float | None
@@ -136,6 +127,13 @@ class Group:
         mean, sign = fmean(arm.values), 1 if self.larger_is_better else -1
         scores = {name: metrics[self.metric] for name, metrics in self.trivial_baselines.items()}
         return [name for name, score in scores.items() if sign * score > sign * mean]
+
+    def robustness(self, arm: ArmResult) -> statistics.Robustness | None:
+        """How much the arm's learning rate matters; None if fewer than two were tried with success."""
+        lrs, scores = list(arm.lr_scores), list(arm.lr_scores.values())
+        if len(scores) - scores.count(None) < 2:
+            return None
+        return statistics.lr_robustness(lrs, scores, self.larger_is_better, self.tolerance)
 
     @property
     def tried_lrs(self) -> list[float]:
@@ -201,10 +199,6 @@ class Comparison:
     @property
     def reference_arm(self) -> ArmResult:
         return self.group.arms[self.reference]
-
-    @property
-    def mean(self) -> float | None:
-        return self.combined.mean if self.combined else None
 
     @property
     def collapsed(self) -> bool:
@@ -291,3 +285,14 @@ class Analysis:
     @property
     def records(self) -> list[Record]:
         return [record for group in self.groups for record in group.records]
+
+    def of_group(self, group: Group) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.group is group]
+
+    def comparison(self, group: Group, method: str, reference: str) -> Comparison | None:
+        pair = (method, reference)
+        return next((c for c in self.of_group(group) if (c.method, c.reference) == pair), None)
+
+    def complete(self, group: Group) -> bool:
+        """Whether all planned runs of a setting are there: before that its test scores tell nothing."""
+        return not any("unfinished" in comparison.problems for comparison in self.of_group(group))

@@ -27,8 +27,6 @@ LIVE = (
 
 @dataclass(frozen=True)
 class Task:
-    """A worker as Slurm sees it."""
-
     name: str  # 123_0
     state: str  # as squeue and sacct call it
     reason: str  # Slurm's, such as Resources or TimeLimit

@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oelm.study.report import Written, as_plain
+from oelm.study.report.summary import WIDTH, summary
+from oelm.study.result_types import Analysis
+from oelm.system.terminal import columns
+
 if TYPE_CHECKING:
     import pandas
-
-    from oelm.study.report import Written
-    from oelm.study.result_types import Analysis
 
 
 @dataclass(repr=False)
@@ -16,13 +18,13 @@ class StudyResult:
     """The report on a study, or on a folder of runs."""
 
     folder: Path
-    written: "Written"
+    written: Written
     lang: str = "en"
     failed: dict[str, str] = field(default_factory=dict)  # run -> why, of those that were made now
     measured: bool = True  # whether any run was tested
 
     @property
-    def analysis(self) -> "Analysis":
+    def analysis(self) -> Analysis:
         return self.written.analysis
 
     @property
@@ -31,8 +33,6 @@ class StudyResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Answer, arms, comparisons and warnings as plain values: `oelm report --json`."""
-        from oelm.study.report import as_plain
-
         return as_plain(self.analysis, self.lang)
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -45,10 +45,8 @@ class StudyResult:
             best, test = ((results.get(name) or {}).get("metrics", {}) for name in ("best", "test"))
             row = {"task": record.task, "method": record.method, "lr": record.lr, "seed": record.seed}
             row |= {"trial": not record.config.training.test, "status": results.get("status")}
-            row |= {
-                f"validation_{name}": value for name, value in best.items() if isinstance(value, int | float)
-            }
-            row |= {f"test_{name}": value for name, value in test.items() if isinstance(value, int | float)}
+            for split, metrics in (("validation", best), ("test", test)):
+                row |= {f"{split}_{name}": v for name, v in metrics.items() if isinstance(v, int | float)}
             rows.append(row | {"folder": str(record.folder)})
         return pandas.DataFrame(rows)
 
@@ -59,7 +57,4 @@ class StudyResult:
         return pandas.json_normalize(self.to_dict()["comparisons"], sep="_")
 
     def __repr__(self) -> str:
-        from oelm.study.report.summary import WIDTH, summary
-        from oelm.system.terminal import columns
-
         return summary(self.analysis, self.lang, columns(WIDTH))

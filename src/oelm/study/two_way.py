@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from oelm.errors import UserError
 from oelm.study.statistics import Interval, interval
@@ -47,16 +48,12 @@ class Overall:
 
     def margin_p(self, margin: float) -> float | None:
         """Of "the difference is not within the margin": the larger of two one-sided tests (TOST)."""
-        from scipy import stats
-
         if self.error is None or self.df is None:
             return None
         return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.df))
 
     def half_width(self, seeds: float = math.inf) -> float:
         """Half of the 95 % interval that so many seeds on these items would give, about."""
-        from scipy import stats
-
         by_seed, by_item = self.seed_variance / seeds, self.item_variance
         total = by_seed**2 / max(1.0, seeds - 1) + by_item**2 / (self.items - 1)
         df = (by_seed + by_item) ** 2 / total if total else 1.0
@@ -86,8 +83,6 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
     With mean squares MS of seeds, items and the rest, the variance of the mean is
     (max(MS_seeds, MS_rest) + MS_items - MS_rest) / (S I).
     """
-    from scipy import stats
-
     table = np.asarray(differences, dtype=np.float64)
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
         raise UserError("differences must be a table of finite numbers, seeds x items")
@@ -134,24 +129,17 @@ def seeds_needed(tables: Sequence[Overall], half_width: float) -> int | None:
     return next((n for n in range(2, 1001) if envelope_half_width(tables, n) <= half_width), None)
 
 
-def half_width_of_answers(
-    disagree: float, seeds: int, items: int, level: float = 0.95
-) -> tuple[float, float]:
+def half_width_of_answers(disagree: float, seeds: int, items: int, level: float) -> tuple[float, float]:
     """Half of the interval of a difference in accuracy, in points, when only the share of test items on which
     two runs disagree is known: at best (pure chance) and at worst (always the same items)."""
-    from scipy import stats
-
     error = 100 * math.sqrt(disagree / items)
     wide = float(stats.t.ppf((1 + level) / 2, items - 1)) * error
     return wide / math.sqrt(seeds), wide
 
 
-def seeds_for_noise(
-    noise: float, seeds: int, half_width: float, level: float = 0.95
-) -> tuple[float, int | None]:
+def seeds_for_noise(noise: float, seeds: int, half_width: float, level: float) -> tuple[float, int | None]:
     """Half of the interval over so many seeds of runs with this standard deviation, and the seeds, below
     1,000, that would make it `half_width`."""
-    from scipy import stats
 
     def width(n: int) -> float:
         return float(stats.t.ppf((1 + level) / 2, n - 1)) * noise * math.sqrt(2 / n)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from oelm.errors import OUTCOMES, UserError
 from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
@@ -39,7 +41,6 @@ class Slot:
 
 def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     """Places for runs that need this much memory each: on every GPU, or on the CPU's cores."""
-    import psutil
     import torch
 
     # Runs that each take all cores wait for one another: 15 on one GPU were several times slower for it.
@@ -111,8 +112,6 @@ class WorkerProcess:
     def _kill(self) -> None:
         """Kill the process and all that it has started: torchrun gives the processes of a run sessions of
         their own. One that torchrun starts just now sees that this process is gone (`oelm.study.worker`)."""
-        import psutil
-
         started = []
         with contextlib.suppress(psutil.NoSuchProcess):
             started = psutil.Process(self.process.pid).children(recursive=True)

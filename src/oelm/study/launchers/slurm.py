@@ -85,7 +85,8 @@ class SlurmLauncher(WorkersLauncher):
         """The job script, and the code it starts from."""
         root, slurm = self.root.absolute(), self.table.slurm
         start = [sys.executable, "-m", "oelm", "work", str(root), "--idle", f"{slurm.idle}s"]
-        start += ["--patience", f"{save_seconds(slurm)}s"]
+        # How long runs may take to save before the time limit; the rest is for the worker to leave.
+        start += ["--patience", f"{max(1, slurm.lead * 4 // 5)}s"]
         start += [word for name in self.plugins for word in ("--plugin", name)]
         code = shlex.quote(str(snapshot(root / "slurm", list(self.plugins))))
         lines = [
@@ -106,11 +107,6 @@ def sbatch_options(slurm: SlurmConfig) -> list[str]:
     named |= {"gpus": slurm.gpus, "cpus-per-task": slurm.cpus, "mem": slurm.memory}
     options = [f"--{name}={value}" for name, value in named.items() if value]
     return ["--nodes=1", "--ntasks=1", f"--signal=B:USR1@{slurm.lead}", *options, *slurm.extra]
-
-
-def save_seconds(slurm: SlurmConfig) -> int:
-    """How long runs may take to save before the time limit; the rest of `lead` is for the worker to leave."""
-    return max(1, slurm.lead * 4 // 5)
 
 
 def snapshot(folder: Path, plugins: list[str]) -> Path:

@@ -33,7 +33,6 @@ def answer(view: View) -> list[str]:
 
 
 def clause(view: View, comparison: Comparison) -> str:
-    """One comparison in words."""
     group, verdict = comparison.group, comparison.verdict
     told = comparison.combined and group.told(comparison.combined)
     values: dict[str, Any] = {"method": comparison.method, "reference_arm": comparison.reference}
@@ -90,7 +89,6 @@ def _narrowing(view: View, comparison: Comparison) -> list[str]:
 
 
 def reasons(view: View, *comparisons: Comparison) -> str:
-    """Why no conclusion may be drawn from these comparisons, as text."""
     return view.words("list.and").join(text_of(p, view.words.lang) for p in problems(view, *comparisons))
 
 

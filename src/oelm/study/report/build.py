@@ -10,7 +10,7 @@ from oelm.config import to_toml
 from oelm.study.design import title_in
 from oelm.study.report import figures, numbers, tables
 from oelm.study.report.answer import answer
-from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table
+from oelm.study.report.document import Block, Bullets, Code, Document, Paragraph, Table, make_table, with_note
 from oelm.study.report.notices import Listed, notices
 from oelm.study.report.training import training
 from oelm.study.report.view import View, task_name
@@ -24,10 +24,10 @@ def build(view: View, folder: str) -> Document:
     sections: dict[str, list[Block]] = {
         "results": _results(view),
         "learning_rates": _learning_rates(view),
-        "certainty": _certainty(view),
-        "across": _with_note(view, [tables.across(view)] if analysis.across else [], "across_note"),
+        "certainty": with_note([tables.certainty(view)], words("section.certainty_note")),
+        "across": with_note([tables.across(view)] if analysis.across else [], words("section.across_note")),
         "claims": _claims(view),
-        "cost": _with_note(view, _per_group(view, tables.cost), "cost_note"),
+        "cost": with_note(_per_group(view, tables.cost), words("section.cost_note")),
         "training": _training(view),
         "raw": _raw(view),
         "warnings": _warnings(view, warned),
@@ -48,50 +48,34 @@ def build(view: View, folder: str) -> Document:
     )
 
 
-def _present(*blocks: Block | None) -> list[Block]:
-    return [block for block in blocks if block is not None]
-
-
 def _results(view: View) -> list[Block]:
     groups = view.analysis.groups
     kinds = dict.fromkeys(group.kind for group in groups)
-    blocks = _present(*(figures.forest(view, kind) for kind in kinds))
-    blocks += [tables.results(view, group) for group in groups]
+    forests = [figures.forest(view, kind) for kind in kinds]
     note = view.words("section.results_note")
     if "perplexity" in kinds:
         note += " " + view.words("section.results_perplexity")
-    return [*blocks, Paragraph(note, tone="note")]
+    return with_note([*forests, *(tables.results(view, group) for group in groups)], note)
 
 
 def _learning_rates(view: View) -> list[Block]:
-    drawn = _present(figures.learning_rates(view), figures.curves(view))
+    drawn = with_note([figures.learning_rates(view), figures.curves(view)])
     tried = any(group.tried_lrs for group in view.analysis.groups)
-    note = "learning_rates_note" if tried else "area_note"
-    return [*drawn, *_with_note(view, _per_group(view, tables.learning_rates), note)]
+    note = view.words("section.learning_rates_note" if tried else "section.area_note")
+    return [*drawn, *with_note(_per_group(view, tables.learning_rates), note)]
 
 
-def _per_group(view: View, make: Callable[[View, Group], Table | None]) -> list[Block]:
-    return _present(*(make(view, group) for group in view.analysis.groups))
-
-
-def _with_note(view: View, blocks: list[Block], note: str) -> list[Block]:
-    return [*blocks, Paragraph(view.words(f"section.{note}"), tone="note")] if blocks else []
+def _per_group(view: View, make: Callable[[View, Group], Table | None]) -> list[Table | None]:
+    return [make(view, group) for group in view.analysis.groups]
 
 
 def _training(view: View) -> list[Block]:
     blocks = training(view)
-    return [*_present(figures.histories(view)), *blocks] if blocks else []
-
-
-def _certainty(view: View) -> list[Block]:
-    table = tables.certainty(view)
-    if table is None:
-        return []
-    return _with_note(view, [table], "certainty_note")
+    return with_note([figures.histories(view), *blocks]) if blocks else []
 
 
 def _raw(view: View) -> list[Block]:
-    blocks = _per_group(view, tables.raw)
+    blocks = with_note(_per_group(view, tables.raw))
     if blocks:
         metrics = view.words.items(dict.fromkeys(view.metric(group) for group in view.analysis.groups))
         blocks.insert(0, Paragraph(view.words("section.raw_note", metrics=metrics), tone="note"))

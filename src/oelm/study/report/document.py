@@ -99,6 +99,12 @@ FOLDED = ("training",)  # sections that a reader opens: details that no verdict 
 Block = Paragraph | Bullets | Table | Code | Figures
 
 
+def with_note(blocks: Iterable[Block | None], note: str = "") -> list[Block]:
+    """The blocks that are there, and below them a note on how to read them."""
+    there = [block for block in blocks if block is not None]
+    return [*there, Paragraph(note, tone="note")] if there and note else there
+
+
 @dataclass(frozen=True)
 class Document:
     title: str
@@ -111,18 +117,18 @@ class Document:
 
 
 def to_html(document: Document, words: Words) -> str:
-    return _environment(True).get_template("report.html.j2").render(document=document, words=words)
+    return templates(html=True).get_template("report.html.j2").render(document=document, words=words)
 
 
 def to_markdown(document: Document, words: Words, page: str) -> str:
     """`page` is the name of the HTML page, which has the figures."""
-    template = _environment(False).get_template("report.md.j2")
+    template = templates(html=False).get_template("report.md.j2")
     text = template.render(document=document, words=words, page=page)
     return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text)).strip() + "\n"
 
 
 @cache
-def _environment(html: bool) -> Environment:
+def templates(html: bool) -> Environment:
     environment = Environment(
         loader=FunctionLoader(_source),
         autoescape=html,

@@ -32,6 +32,13 @@ def signed(value: float | None, digits: int) -> str:
     return text if value is None or math.isnan(value) or value < 0 or shown_zero else f"+{text}"
 
 
+def with_interval(mean: float, low: float | None, high: float | None, unit: str = "") -> str:
+    """A difference, and its interval where it has one: +1.2 (+0.3 to +2.1)."""
+    digits = digits_for(low, high)
+    ends = "" if low is None or high is None else f" ({signed(low, digits)} to {signed(high, digits)})"
+    return f"{signed(mean, digits)}{unit}{ends}"
+
+
 def with_minus(text: str) -> str:
     """A sentence with the typographic sign before its negative numbers; 1e-3 and names stay."""
     return re.sub(r"(?<![\w.-])-(?=\d)", MINUS, text)

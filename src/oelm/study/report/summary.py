@@ -5,7 +5,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.console import Group as RichGroup
 from rich.padding import Padding
 from rich.table import Table
@@ -20,6 +19,7 @@ from oelm.study.report.document import TableCell
 from oelm.study.report.notices import notices
 from oelm.study.report.view import View, Words
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
+from oelm.system.terminal import console
 
 WIDTH = 80
 LONGEST_WORD = 30  # of a method's name: a longer one is broken
@@ -30,15 +30,7 @@ def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
     text is the same in a terminal, a pipe and a log."""
     view = View(analysis, Words(lang))
     file = io.StringIO()
-    console = Console(
-        force_jupyter=False,
-        file=file,
-        width=width,
-        color_system=None,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    screen = console(file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for group in analysis.groups:
         results = tables.results(view, group, most_keys=1)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
@@ -50,13 +42,13 @@ def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
             )
         for row in results.rows:
             table.add_row(*map(_cell, row))
-        console.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
+        screen.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
     warned = notices(view)
     sentences = [*answer(view), *(listed.text for listed in warned if listed.kind == "unevaluated")]
     if warned:
         sentences.append(view.words("page.alert", count=len(warned)))
     for sentence in sentences:
-        console.print(Text(sentence))
+        screen.print(Text(sentence))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -111,7 +103,7 @@ def _arm(group: Group, arm: ArmResult) -> dict[str, Any]:
         "test": arm.values,
         "bits_per_byte": mean_of(arm.records, "test", "metrics", "bits_per_byte"),
         "rates": [{"lr": lr, "validation": score} for lr, score in arm.lr_scores.items()],
-        "robustness": arm.robustness(group.larger_is_better, group.tolerance),
+        "robustness": group.robustness(arm),
         "expected_best": arm.expected_best(group.larger_is_better),
         "area": arm.area(),
         "behind": group.behind(arm),

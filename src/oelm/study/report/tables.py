@@ -72,7 +72,7 @@ def _result(view: View, group: Group, arm: ArmResult) -> Row:
     row: list[str | TableCell] = [name_cell(view, arm.method, runs), _mean_cell(view, group, arm)]
     if group.metric == "perplexity":
         row.append(view.bits(arm.records))
-    comparison = view.comparison(group, arm.method)
+    comparison = view.analysis.comparison(group, arm.method, group.reference_arm)
     if comparison is None:
         return [*row, "", TableCell(view.words("verdict.reference_arm"), tone="quiet")]
     decisive = comparison.margin_p_holm if comparison.verdict == "equivalent" else comparison.p_holm
@@ -104,12 +104,8 @@ def badges(view: View) -> list[TableCell]:
     cells = []
     for c in view.analysis.comparisons[:MOST_BADGES]:
         name = view.words("table.minus", method=c.method, reference_arm=c.reference)
-        detail = view.title(c.group)
-        cells.append(
-            TableCell(
-                view.words("table.badge", name=name, verdict=view.verdict(c)), detail, tone=TONES[c.verdict]
-            )
-        )
+        text = view.words("table.badge", name=name, verdict=view.verdict(c))
+        cells.append(TableCell(text, view.title(c.group), tone=TONES[c.verdict]))
     return cells
 
 
@@ -159,7 +155,6 @@ def _tests(view: View, comparison: Comparison) -> list[str]:
 
 
 def across(view: View) -> Table:
-    """Every method over all tasks."""
     head = [view.words(f"table.{name}") for name in ("method", "tasks", "iqm", "improvement")]
     rows: list[Row] = []
     for entry in view.analysis.across:
@@ -209,7 +204,7 @@ def _trial(view: View, group: Group, arm: ArmResult, lr: float) -> str:
 
 
 def _robustness(view: View, group: Group, arm: ArmResult) -> Row:
-    robustness = arm.robustness(group.larger_is_better, group.tolerance)
+    robustness = group.robustness(arm)
     if robustness is None:
         return [numbers.NOTHING, numbers.NOTHING]
     low, high = numbers.learning_rate(robustness.low), numbers.learning_rate(robustness.high)
@@ -260,7 +255,7 @@ def raw(view: View, group: Group) -> Table | None:
     arms = [arm for arm in group.arms.values() if arm.records]
     if not arms:
         return None
-    comparisons = [c for c in view.analysis.comparisons if c.group is group and c.arm in arms]
+    comparisons = [c for c in view.analysis.of_group(group) if c.arm in arms]
     columns = {arm.method: arm for arm in arms}
     for arm in arms:  # what was measured at other learning rates too
         ties = [replace(arm, records=runs, lr=lr, near_ties={}) for lr, runs in arm.near_ties.items()]

@@ -5,7 +5,7 @@ from typing import Any
 
 from oelm.study.history import Course, Row, courses, with_improvement
 from oelm.study.report import numbers
-from oelm.study.report.document import Block, Paragraph, Table, TableCell, make_table
+from oelm.study.report.document import Block, Paragraph, Table, TableCell, make_table, with_note
 from oelm.study.report.tables import name_cell
 from oelm.study.report.view import View
 from oelm.study.result_types import Group
@@ -16,31 +16,22 @@ MOST_POINTS = 12  # of a history, evenly spread, with its first, best and last; 
 
 def training(view: View) -> list[Block]:
     """Every table of every setting, each with a note where one is needed."""
-    blocks: list[Block] = []
+    words, blocks = view.words, list[Block]()
     for group in view.analysis.groups:
         of_group = courses(group)
         if not of_group:
             continue
         for course in (course for course in of_group if course.published):
             blocks += [_recipe(view, course.published), _beside(view, course.published)]
-        histories: list[Block] = [_history(view, group, course) for course in of_group if course.history]
-        blocks += [*histories, _note(view, "history")] if histories else []
-        blocks += _noted(view, _at_steps(view, group, of_group), "at_steps")
+        histories = [_history(view, group, course) for course in of_group if course.history]
+        blocks += with_note(histories, words("training.history_note"))
+        blocks += with_note([_at_steps(view, group, of_group)], words("training.at_steps_note"))
         blocks += [_last_phase(view, group, course) for course in of_group if course.last_phase]
-        blocks += _noted(view, _fit(view, group, of_group), "fit")
-        blocks += _noted(view, _time(view, group, of_group), "time")
-        blocks += _noted(
-            view, _parameters(view, group, of_group), "efficiency" * (_scored(group) == "perplexity")
-        )
+        blocks += with_note([_fit(view, group, of_group)], words("training.fit_note"))
+        blocks += with_note([_time(view, group, of_group)], words("training.time_note"))
+        ratios = words("training.efficiency_note") if _scored(group) == "perplexity" else ""
+        blocks += with_note([_parameters(view, group, of_group)], ratios)
     return blocks
-
-
-def _noted(view: View, table: Table | None, note: str) -> list[Block]:
-    return [] if table is None else [table, *([_note(view, note)] if note else [])]
-
-
-def _note(view: View, name: str) -> Paragraph:
-    return Paragraph(view.words(f"training.{name}_note"), tone="note")
 
 
 def _recipe(view: View, published: Row) -> Paragraph:

@@ -130,12 +130,6 @@ class View:
         text = self.words(f"verdict.{comparison.verdict}")
         return self.with_detail(text, self.words("verdict.small") if comparison.small_difference else "")
 
-    def comparison(self, group: Group, method: str) -> Comparison | None:
-        """The comparison of a method with the reference arm."""
-        pair, comparisons = (method, group.reference_arm), self.analysis.comparisons
-        same = [c for c in comparisons if (c.method, c.reference) == pair and c.group is group]
-        return same[0] if same else None
-
     def differs(self, experiment: Experiment, group: Group) -> list[str]:
         """The keys in which the setting's runs differ from a published recipe, apart from method and seed."""
         left_out = ("method", "training.seed", "training.test", "training.lr")
