@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.token_bins import holds_bins, prepare_bins
 from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
-from oelm.data.writer import cached_store
+from oelm.data.writer import cached_store, split_writers
 from oelm.errors import UserError
 from oelm.system.files import cache_dir, folder_name
 from oelm.system.messages import notice
@@ -105,6 +105,29 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
                 done += size
                 display.advance(done)
             counted[part.role] += len(part.split)
+
+
+def write_items(
+    dataset: Dataset,
+    folder: Path,
+    dtypes: dict[str, Any],
+    encode: Callable[[Rows], dict[str, Any]],
+    show: bool,
+    only_measured: dict[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Write the items of every split. `dtypes` are the columns that this kind adds to those of all, and
+    `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
+    the splits that are measured `right_texts`."""
+    of_all = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+    columns = dict.fromkeys(dataset.splits, of_all | dtypes | (only_measured or {}))
+    columns["train"] = of_all | dtypes
+    with split_writers(folder, columns) as writers:
+        for rows in split_chunks(dataset, show):
+            items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)
+            if rows.split != "train" and "right_texts" in items:
+                writers[rows.split].append_texts(items["right_texts"])
+            writers[rows.split].append(**items)
+        return {split: writer.close() for split, writer in writers.items()}
 
 
 def _manifest(

@@ -8,18 +8,9 @@ import numpy as np
 
 from oelm.data.assemble import Array
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, Rows
+from oelm.data.preparation import Lengths, Rows, write_items
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import (
-    Baselines,
-    Columns,
-    Items,
-    Reader,
-    Splits,
-    TaskKind,
-    pair_fault,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Columns, Items, Reader, Splits, TaskKind, pair_fault
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
 from oelm.errors import UserError
@@ -82,10 +73,10 @@ class LabelledTexts(TaskKind):
                 tokens, lengths, cut = encoder.texts(texts)
             return values | {"tokens": tokens, "lengths": lengths, "truncated": cut}
 
-        dtypes = {self.column: self.dtype(dataset)}
+        dtypes = {"tokens": encoder.dtype, self.column: self.dtype(dataset)}
         if pairs and encoder.typed:
             dtypes["second"] = np.uint32
-        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        splits = write_items(dataset, folder, dtypes, encode, show)
         for split, meta in splits.items():
             meta |= self.summary(dataset, split, np.load(folder / f"{split}.{self.column}.npy"))
         return splits
