@@ -20,7 +20,8 @@ from oelm.system.private_peft import is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
 from oelm.system.shards import gathered
 
-LEARNED = (is_adapter, is_factor, is_qk_adapter)  # beside frozen weights, into which they are merged
+# What is learned beside frozen weights, into which it is merged: how its parameters are known.
+LEARNED = {"lora": is_adapter, "qk_scale": is_factor, "qk_lora": is_qk_adapter}
 ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
 
 
@@ -46,7 +47,11 @@ class Fingerprint:
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         return Fingerprint(
             {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
-            tuple(n for n in self.trainable if n in present or not any(learned(n) for learned in LEARNED)),
+            tuple(
+                n
+                for n in self.trainable
+                if n in present or not any(learned(n) for learned in LEARNED.values())
+            ),
             self.later,
         )
 
