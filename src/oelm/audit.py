@@ -44,14 +44,11 @@ class Fingerprint:
     def merged(self, into: Collection[str], present: Collection[str]) -> "Fingerprint":
         """The same after what was learned beside frozen weights was merged, by PEFT or `into` these: they
         have no digest any more. `present` are the names of all parameters that there are now."""
+        learned = {name for name in self.trainable if any(known(name) for known in LEARNED.values())}
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         return Fingerprint(
             {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
-            tuple(
-                n
-                for n in self.trainable
-                if n in present or not any(learned(n) for learned in LEARNED.values())
-            ),
+            tuple(name for name in self.trainable if name in present or name not in learned),
             self.later,
         )
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oelm.data.shuffle import permutation
+from oelm.data.shuffle import Array, permutation
 from oelm.errors import UserError
 
-Array = np.ndarray
 CHUNK = 64  # batches whose items are sorted by length together: enough for little padding
 
 

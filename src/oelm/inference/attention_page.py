@@ -3,7 +3,7 @@
 import numpy as np
 from markupsafe import Markup
 
-from oelm.inference.attention_statistics import MEASURES, AttentionStatistics, difference
+from oelm.inference.attention_statistics import MEASURES, Array, AttentionStatistics, difference
 from oelm.study.report.document import (
     Block,
     Document,
@@ -17,7 +17,6 @@ from oelm.study.report.document import (
 from oelm.study.report.numbers import fixed, signed
 from oelm.study.report.view import Words
 
-Array = np.ndarray
 FAINT = 'font-size="11" fill="var(--faint)"'
 WIDTH, BESIDE, ABOVE, HEIGHT = 400, 34, 18, 24  # of a map, its labels' places, and a row
 NARROWEST = 27  # a cell that its value fits into

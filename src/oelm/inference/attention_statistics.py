@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from oelm.models.families import Site, family_of, find_sites
 from oelm.models.gpt_block import SelfAttention, rotate
-from oelm.orthogonal import to_blocks
+from oelm.orthogonal import Array, to_blocks
 from oelm.system.private_transformers import attention_name, sdpa_functions
 
-Array = np.ndarray
 NAME = "oelm_statistics"
 SDPA, SDPA_MASK = sdpa_functions()
 

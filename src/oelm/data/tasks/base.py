@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import PADDED, Batch, Layout, packed_inputs, pad_rows, padded_batch
+from oelm.data.assemble import PADDED, Array, Batch, Layout, packed_inputs, pad_rows, padded_batch
 from oelm.data.batches import Plan, ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
@@ -27,7 +27,6 @@ from oelm.errors import UserError
 from oelm.models.fit import takes_segments
 from oelm.system.private_transformers import has_model_for
 
-Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
 Splits = dict[str, dict[str, Any]]  # split -> metadata
 Columns = dict[str, str]  # role -> column
