@@ -118,10 +118,8 @@ def _freezing(settings: Settings, stores: list[Store]) -> Data:
             store = load.made_texts("made-full", lengths, vocab_size, length)
             yield f"classifier, T={length}", store, batch, length
     if other is None:
-        length = settings.max_length
-        batch = settings.tokens_per_step // length
-        tokens = max(1, settings.steps // FEWER) * batch * length
-        yield f"language model, T={length}", load.made_stream(tokens, vocab_size, length), batch, length
+        for _, stream, batch, length in _language(replace(settings, vocab_size=vocab_size), []):
+            yield f"language model, T={length}", stream, batch, length
 
 
 _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
@@ -134,31 +132,23 @@ _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
 
 def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
     """Arms that do the same work on the same texts. The first one is held against each of the others."""
-    arms: dict[str, Maker]
+    arms: dict[str, Maker] = {"ours": partial(Ours, case, "baseline")}
+    trainers = {
+        "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
+        "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
+    }
     if case.work == "freezing":
         methods = METHODS if case.model["architecture"] == "gpt" else METHODS[:2]  # one is for our GPT alone
         arms = {method: partial(Ours, case, method) for method in methods}
     elif case.work == "pretrained":
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
-            "oelm": partial(Ours, case, "oelm"),
-            "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
-            "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
-        }
+        arms |= {"oelm": partial(Ours, case, "oelm"), **trainers}
     elif case.work == "classification":
         # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
         steps = max(1, len(case.store["train"]) // FEWER // case.batch_size)
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
-            "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
-            "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
-            "original": partial(
-                original, replace(case, store=load.sample_texts(case.store, steps * case.batch_size))
-            ),
-        }
+        some = replace(case, store=load.sample_texts(case.store, steps * case.batch_size))
+        arms |= {**trainers, "original": partial(original, some)}
     else:
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
+        arms |= {
             "hf-lm": partial(language_loop, case, "hf", False),
             "hf-lm-compiled": partial(language_loop, case, "hf", True),
             "nanogpt": partial(language_loop, case, "nanogpt", settings.compile),
