@@ -316,9 +316,9 @@ def _report(
 
 def _frozen_at_end(parameters: list[nn.Parameter], scheduled: set[int], method: Method) -> int | None:
     """How many parameters are frozen when the schedule is over; None without one."""
-    if not method.schedule:
+    if not (schedule := method.schedule):
         return None
-    ends = method.schedule.ends_frozen
+    ends = schedule.unfreeze_at is None or schedule.refreeze_at is not None
     return sum(p.numel() for p in parameters if (ends if id(p) in scheduled else not p.requires_grad))
 
 

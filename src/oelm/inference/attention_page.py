@@ -50,15 +50,11 @@ def attention_page(statistics: dict[str, AttentionStatistics], lang: str = "en")
         maps += [
             _maps(statistics, at, measure, number, words)
             for measure in MEASURES
-            if _known(first, at, measure)
+            if first.grid(at, measure) is not None
         ]
     title = words("explain.title", runs=words.items(statistics))
     sections = {"overview": overview, "heads": maps}
     return to_html(Document(title, sample, [], answer, "", sections, "explain.made"), words)
-
-
-def _known(one: AttentionStatistics, at: str, measure: str) -> bool:
-    return one.grid(at, measure) is not None
 
 
 def _mean(one: AttentionStatistics, measure: str) -> str:

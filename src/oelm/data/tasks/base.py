@@ -122,9 +122,7 @@ class Reader(ABC):
 
     says: tuple[str, ...]  # the keys of its answers
     compared: str | None = None  # the one of them that a row's label is compared with
-    reads: tuple[str, ...] = (
-        "text",
-    )  # what a line is made of, as columns: a text, or two with a tab between
+    reads: tuple[str, ...] = ("text",)  # the columns of a line: a text, or two with a tab between
     packable = False  # the reference GPT can read its items packed end to end
     vocabulary = 0  # size of the logits of a token, where they are over the vocabulary
 
