@@ -135,8 +135,10 @@ class Reader(ABC):
         """Why a line cannot be read; empty where it can."""
         return ""
 
-    @abstractmethod
-    def encode(self, lines: list[str]) -> Items: ...
+    def encode(self, lines: list[str]) -> Items:
+        """The lines as items; here every line is a text."""
+        tokens, lengths, cut = self.encoder.texts(lines)
+        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
 
     @abstractmethod
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:

@@ -92,10 +92,6 @@ class TargetReader(Reader):
         super().__init__(model, tokenizer, max_length)
         self.options, self.vocabulary = options, int(model.config.vocab_size)
 
-    def encode(self, lines: list[str]) -> Items:
-        tokens, lengths, cut = self.encoder.texts(lines)
-        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
-
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
         return (write(self.model, self.tokenizer, inputs, **self.options),)
 

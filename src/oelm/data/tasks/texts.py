@@ -34,8 +34,7 @@ class TextReader(Reader):
 
     def encode(self, lines: list[str]) -> Items:
         if not self.pairs:
-            tokens, lengths, cut = self.encoder.texts(lines)
-            return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
+            return super().encode(lines)
         firsts, seconds = zip(*(line.split("\t") for line in lines), strict=True)
         tokens, lengths, second, cut = self.encoder.pairs([*firsts], [*seconds])
         return Items(tokens, lengths, sum(map(len, self.encoder.pair)), cut, second)
