@@ -69,11 +69,10 @@ class FastStep(PlainStep):
         """Why texts are padded in this run; None where they are packed."""
         if not self.objective.kind.packable:
             return "only the texts of classifiers are packed"
-        if not isinstance(self.raw, OelmGPTPreTrainedModel):
-            longest = self.objective.store.max_length
-            return self.can["packed"] or why_not(self.raw, self.state.device, self.dtype, longest)
         if self.can["packed"] is not None:
             return self.can["packed"]
+        if not isinstance(self.raw, OelmGPTPreTrainedModel):
+            return why_not(self.raw, self.state.device, self.dtype, self.objective.store.max_length)
         if self.raw.config.attention_dropout:
             return f"attention dropout {self.raw.config.attention_dropout:g} needs padded attention"
         return None
