@@ -143,7 +143,6 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def method_of(model: nn.Module) -> Method:
-    """The method a model was converted with."""
     return Method.from_dict(record_of(model)["method"])
 
 

@@ -31,7 +31,6 @@ class Epoch:
         return len(self.bounds) - 1
 
     def batch(self, step: int) -> Array:
-        """The items of the global batch."""
         return self.order[self.bounds[step] : self.bounds[step + 1]]
 
     def share(self, step: int, part: int, parts: int) -> Array:

@@ -126,7 +126,6 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
 
 
 def joined(parts: list[Part], name: str) -> Array:
-    """An array of several parts, end to end."""
     return np.concatenate([getattr(part, name) for part in parts])
 
 

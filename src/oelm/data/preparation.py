@@ -1,8 +1,6 @@
 """From a choice of data to a store: tokenise every row once and write it down, or find that it was done."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from oelm.data.catalogue import HELD_OUT, TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.documents import holds_texts
 from oelm.data.files import Chunk
+from oelm.data.manifest import digest
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
@@ -57,7 +56,6 @@ def prepare(
     kind = task_kind(dataset.kind)
     lengths = Lengths(max_length, max_target_length)
     options |= kind.lengths(lengths)
-    fingerprint = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def make(folder: Path) -> dict[str, Any]:
         used = loaded
@@ -67,7 +65,7 @@ def prepare(
         splits = kind.write(dataset, used, folder, lengths, show_progress)
         return _manifest(dataset, tokenizer, used, {"max_length": max_length} | kind.lengths(lengths), splits)
 
-    return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
+    return cached_store(cache_dir(cache), folder_name(dataset.name, 60), digest(options), make)
 
 
 class Rows(NamedTuple):

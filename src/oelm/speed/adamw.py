@@ -29,7 +29,6 @@ CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones
 
 
 def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
-    """Whether AdamW of these weights can be one kernel."""
     return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
 
 

@@ -113,7 +113,6 @@ def sync_files(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Write a file to the disk, so that it is complete after a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
