@@ -20,7 +20,8 @@ from oelm.system.private_peft import is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
 from oelm.system.shards import gathered
 
-LEARNED = (is_adapter, is_factor, is_qk_adapter)  # beside frozen weights, into which they are merged
+# What is learned beside frozen weights, into which it is merged: how its parameters are known.
+LEARNED = {"lora": is_adapter, "qk_scale": is_factor, "qk_lora": is_qk_adapter}
 ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
 
 
@@ -43,10 +44,11 @@ class Fingerprint:
     def merged(self, into: Collection[str], present: Collection[str]) -> "Fingerprint":
         """The same after what was learned beside frozen weights was merged, by PEFT or `into` these: they
         have no digest any more. `present` are the names of all parameters that there are now."""
+        learned = {name for name in self.trainable if any(known(name) for known in LEARNED.values())}
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         return Fingerprint(
             {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
-            tuple(n for n in self.trainable if n in present or not any(learned(n) for learned in LEARNED)),
+            tuple(name for name in self.trainable if name in present or name not in learned),
             self.later,
         )
 
@@ -141,7 +143,6 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def method_of(model: nn.Module) -> Method:
-    """The method a model was converted with."""
     return Method.from_dict(record_of(model)["method"])
 
 

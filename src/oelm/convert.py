@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
-from oelm.audit import at_of, audit, frozen_digest, holds_learned, method_of, record_of
+from oelm.audit import LEARNED, at_of, audit, frozen_digest, holds_learned, method_of, record_of
 from oelm.errors import UserError
 from oelm.method import HEAD_ROLES, QK_SCALES, Method, freezes_only_embeddings, get_method, select_layers
 from oelm.models.conversion_report import ConversionReport, Row, ScoreScale, score_scales
@@ -19,18 +19,10 @@ from oelm.models.freeze_ratio import reached_share, resolve_ratio
 from oelm.models.frozen_state import START, At, frozen_at
 from oelm.models.fused import PARTS, SplitQKV
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.models.learned import (
-    add_learned,
-    changed_kinds,
-    check_learned,
-    is_factor,
-    is_qk_adapter,
-    learned_layers,
-)
+from oelm.models.learned import add_learned, changed_kinds, check_learned, learned_layers
 from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
 from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
 from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
-from oelm.system.private_peft import is_adapter
 from oelm.system.version import __version__
 
 
@@ -295,14 +287,15 @@ def _report(
         size = sum(p.numel() for p in unique.values())
         share = _share(held, len(unique), method)
         rows.append(Row(role, len(unique), 0, "as it was", "-", share, size))
-    for role, start, belongs in (
-        ("lora", f"rank {method.lora}, no change yet", is_adapter),
-        ("qk_scale", f"1 for each {QK_SCALES[method.qk_scale]}", is_factor),
-        ("qk_lora", f"rank {method.qk_lora}, no change yet", is_qk_adapter),
-    ):
+    starts = {
+        "lora": f"rank {method.lora}, no change yet",
+        "qk_scale": f"1 for each {QK_SCALES[method.qk_scale]}",
+        "qk_lora": f"rank {method.qk_lora}, no change yet",
+    }
+    for role, belongs in LEARNED.items():
         if learned := [p for name, p in model.named_parameters() if belongs(name)]:
             size = sum(p.numel() for p in learned)
-            rows.append(Row(role, len(learned), 0, start, "-", "no", size))
+            rows.append(Row(role, len(learned), 0, starts[role], "-", "no", size))
     parameters = [*model.parameters()]
     return ConversionReport(
         model=type(model).__name__,
@@ -323,9 +316,9 @@ def _report(
 
 def _frozen_at_end(parameters: list[nn.Parameter], scheduled: set[int], method: Method) -> int | None:
     """How many parameters are frozen when the schedule is over; None without one."""
-    if not method.schedule:
+    if not (schedule := method.schedule):
         return None
-    ends = method.schedule.ends_frozen
+    ends = schedule.unfreeze_at is None or schedule.refreeze_at is not None
     return sum(p.numel() for p in parameters if (ends if id(p) in scheduled else not p.requires_grad))
 
 

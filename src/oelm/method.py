@@ -21,10 +21,8 @@ INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
 QK_SCALES = {"none": "", "head": "head", "dimension": "head dimension"}  # what has a factor of its own
-RATIO_OF = {
-    "all": "all parameters",
-    "blocks": "the layers' weight matrices",
-}  # what freeze_ratio is a share of
+# What freeze_ratio is a share of.
+RATIO_OF = {"all": "all parameters", "blocks": "the layers' weight matrices"}
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def test_fused_adamw_is_the_optimizers_step():
         optimizer.step()
         private_torch.fused_adamw_(
             weight, gradient, mean, square, torch.tensor(float(number)),
-            lr=0.1, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-6,
+            lr=0.1, beta1=0.8, beta2=0.9, weight_decay=0.2, eps=1e-6,
         )  # fmt: skip
     assert torch.equal(weight, parameter)
     assert torch.equal(mean, optimizer.state[parameter]["exp_avg"])

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import torch
 
+from oelm.bench import load
 from oelm.bench.arms import HuggingFaceTrainer, Ours, language_loop, original
-from oelm.bench.load import (
-    MADE_LENGTHS,
-    Case,
-    made_lengths,
-    made_stream,
-    made_texts,
-    other_model,
-    sample_stream,
-    sample_texts,
-)
+from oelm.bench.load import Case
 from oelm.bench.measure import Arm
 from oelm.data import Store, open_store
 from oelm.errors import UserError
@@ -95,12 +87,12 @@ Data = Iterator[tuple[str, Store, int, int]]
 
 def _classification(settings: Settings, stores: list[Store]) -> Data:
     texts, longest = settings.steps * settings.batch_size, settings.max_length
-    samples = [sample_texts(store, texts) for store in stores if store.kind == "classification"]
+    samples = [load.sample_texts(store, texts) for store in stores if store.kind == "classification"]
     if not stores:
-        other = other_model(settings.size)
+        other = load.other_model(settings.size)
         words = other.vocab_size if other else settings.vocab_size
-        lengths = {kind: made_lengths(kind, texts, longest) for kind in MADE_LENGTHS}
-        samples = [made_texts(f"made-{kind}", n, words, longest) for kind, n in lengths.items()]
+        lengths = {kind: load.made_lengths(kind, texts, longest) for kind in load.MADE_LENGTHS}
+        samples = [load.made_texts(f"made-{kind}", n, words, longest) for kind, n in lengths.items()]
     for sample in samples:
         yield sample.task, sample, settings.batch_size, sample.max_length
 
@@ -109,27 +101,25 @@ def _language(settings: Settings, stores: list[Store]) -> Data:
     length = settings.max_length
     batch = settings.tokens_per_step // length
     tokens = max(1, settings.steps // FEWER) * batch * length
-    samples = [sample_stream(store, tokens) for store in stores if store.kind == "lm"]
+    samples = [load.sample_stream(store, tokens) for store in stores if store.kind == "lm"]
     if not stores:
-        samples = [made_stream(tokens, settings.vocab_size, length)]
+        samples = [load.made_stream(tokens, settings.vocab_size, length)]
     for sample in samples:
         yield sample.task, sample, batch, length
 
 
 def _freezing(settings: Settings, stores: list[Store]) -> Data:
     """Texts that are all of full length, and of four times that; with a GPT, a language model too."""
-    other = other_model(settings.size)
+    other = load.other_model(settings.size)
     vocab_size = stores[0].vocab_size if stores else other.vocab_size if other else settings.vocab_size
     for length in (settings.max_length, 4 * settings.max_length):
         if batch := settings.tokens_per_step // length:
             lengths = [length] * (max(1, settings.steps // FEWER) * batch)
-            store = made_texts("made-full", lengths, vocab_size, length)
+            store = load.made_texts("made-full", lengths, vocab_size, length)
             yield f"classifier, T={length}", store, batch, length
     if other is None:
-        length = settings.max_length
-        batch = settings.tokens_per_step // length
-        tokens = max(1, settings.steps // FEWER) * batch * length
-        yield f"language model, T={length}", made_stream(tokens, vocab_size, length), batch, length
+        for _, stream, batch, length in _language(replace(settings, vocab_size=vocab_size), []):
+            yield f"language model, T={length}", stream, batch, length
 
 
 _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
@@ -142,31 +132,23 @@ _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
 
 def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
     """Arms that do the same work on the same texts. The first one is held against each of the others."""
-    arms: dict[str, Maker]
+    arms: dict[str, Maker] = {"ours": partial(Ours, case, "baseline")}
+    trainers = {
+        "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
+        "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
+    }
     if case.work == "freezing":
         methods = METHODS if case.model["architecture"] == "gpt" else METHODS[:2]  # one is for our GPT alone
         arms = {method: partial(Ours, case, method) for method in methods}
     elif case.work == "pretrained":
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
-            "oelm": partial(Ours, case, "oelm"),
-            "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
-            "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
-        }
+        arms |= {"oelm": partial(Ours, case, "oelm"), **trainers}
     elif case.work == "classification":
         # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
         steps = max(1, len(case.store["train"]) // FEWER // case.batch_size)
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
-            "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
-            "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
-            "original": partial(
-                original, replace(case, store=sample_texts(case.store, steps * case.batch_size))
-            ),
-        }
+        some = replace(case, store=load.sample_texts(case.store, steps * case.batch_size))
+        arms |= {**trainers, "original": partial(original, some)}
     else:
-        arms = {
-            "ours": partial(Ours, case, "baseline"),
+        arms |= {
             "hf-lm": partial(language_loop, case, "hf", False),
             "hf-lm-compiled": partial(language_loop, case, "hf", True),
             "nanogpt": partial(language_loop, case, "nanogpt", settings.compile),

@@ -11,11 +11,9 @@ import torch
 
 from oelm.data import Split, Store
 from oelm.data.batches import ranges
-from oelm.data.shuffle import permutation
+from oelm.data.shuffle import Array, permutation
 from oelm.models.gpt_config import OelmGPTConfig, gpt_config
 from oelm.models.gpt_sizes import PRESETS, size_name
-
-Array = np.ndarray
 
 # (median, spread) of a log-normal: sentence pairs as in XNLI, film reviews as in IMDB, in GPT-2's tokens.
 MADE_LENGTHS = {"pairs": (35.0, 0.4), "reviews": (270.0, 0.6)}

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oelm.data.batches import ranges
+from oelm.data.batches import Array, ranges
 from oelm.data.store import IGNORE, Split
 from oelm.errors import UserError
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)

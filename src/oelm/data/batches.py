@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oelm.data.shuffle import permutation
+from oelm.data.shuffle import Array, permutation
 from oelm.errors import UserError
 
-Array = np.ndarray
 CHUNK = 64  # batches whose items are sorted by length together: enough for little padding
 
 
@@ -32,7 +31,6 @@ class Epoch:
         return len(self.bounds) - 1
 
     def batch(self, step: int) -> Array:
-        """The items of the global batch."""
         return self.order[self.bounds[step] : self.bounds[step + 1]]
 
     def share(self, step: int, part: int, parts: int) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.files import Chunk, Source
-from oelm.data.shuffle import shuffle_keys, text_key
+from oelm.data.shuffle import Array, shuffle_keys, text_key
 from oelm.data.tasks import task_kind
 from oelm.errors import UserError
 from oelm.system.messages import Notice, notice
@@ -17,7 +17,6 @@ SPLITS = ("train", "validation", "test")
 DROPPED = -1
 HOLD_OUT_SEED = 20240607  # of the catalogue's held-out parts; a change of it is a change of the task
 VERSION = 1  # of the rules in this file: part of every fingerprint
-Array = np.ndarray
 
 
 @dataclass
@@ -127,7 +126,6 @@ def check_values(part: Part, role: str, values: list[Any], first: int) -> None:
 
 
 def joined(parts: list[Part], name: str) -> Array:
-    """An array of several parts, end to end."""
     return np.concatenate([getattr(part, name) for part in parts])
 
 

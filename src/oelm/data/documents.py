@@ -59,7 +59,6 @@ class FolderSource(Source):
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The .txt files in a folder and below."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".txt" and path.is_file())
 
 

@@ -1,9 +1,7 @@
 """From a choice of data to a store: tokenise every row once and write it down, or find that it was done."""
 
 import contextlib
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +12,13 @@ from oelm.data.catalogue import HELD_OUT, TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.documents import holds_texts
 from oelm.data.files import Chunk
+from oelm.data.manifest import digest
 from oelm.data.sources import load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.token_bins import holds_bins, prepare_bins
 from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
-from oelm.data.writer import cached_store
+from oelm.data.writer import cached_store, split_writers
 from oelm.errors import UserError
 from oelm.system.files import cache_dir, folder_name
 from oelm.system.messages import notice
@@ -57,7 +56,6 @@ def prepare(
     kind = task_kind(dataset.kind)
     lengths = Lengths(max_length, max_target_length)
     options |= kind.lengths(lengths)
-    fingerprint = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def make(folder: Path) -> dict[str, Any]:
         used = loaded
@@ -67,7 +65,7 @@ def prepare(
         splits = kind.write(dataset, used, folder, lengths, show_progress)
         return _manifest(dataset, tokenizer, used, {"max_length": max_length} | kind.lengths(lengths), splits)
 
-    return cached_store(cache_dir(cache), folder_name(dataset.name, 60), fingerprint, make)
+    return cached_store(cache_dir(cache), folder_name(dataset.name, 60), digest(options), make)
 
 
 class Rows(NamedTuple):
@@ -105,6 +103,29 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
                 done += size
                 display.advance(done)
             counted[part.role] += len(part.split)
+
+
+def write_items(
+    dataset: Dataset,
+    folder: Path,
+    dtypes: dict[str, Any],
+    encode: Callable[[Rows], dict[str, Any]],
+    show: bool,
+    only_measured: dict[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Write the items of every split. `dtypes` are the columns that this kind adds to those of all, and
+    `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
+    the splits that are measured `right_texts`."""
+    of_all = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+    columns = dict.fromkeys(dataset.splits, of_all | dtypes | (only_measured or {}))
+    columns["train"] = of_all | dtypes
+    with split_writers(folder, columns) as writers:
+        for rows in split_chunks(dataset, show):
+            items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)
+            if rows.split != "train" and "right_texts" in items:
+                writers[rows.split].append_texts(items["right_texts"])
+            writers[rows.split].append(**items)
+        return {split: writer.close() for split, writer in writers.items()}
 
 
 def _manifest(

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -55,9 +55,9 @@ def _csv(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> i
     first = next(rows, None)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text, delimiter=mark)
-    writer.writerow(names or first or [])
     names = names or list(first or ())
-    for count, row in enumerate(_all(first, rows), 1):
+    writer.writerow(names)
+    for count, row in enumerate(rows if first is None else chain([first], rows), 1):
         if more := [name for name in row if name not in names]:
             raise UserError(
                 f"row {count} has {more[0]!r}, which row 1 lacks: a table cannot hold it; write .jsonl"
@@ -66,10 +66,6 @@ def _csv(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> i
     text.flush()
     text.detach()
     return count
-
-
-def _all(first: Row | None, rows: Iterator[Row]) -> Iterable[Row]:
-    return rows if first is None else chain([first], rows)
 
 
 def _cell(value: Any) -> Any:

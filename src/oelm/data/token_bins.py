@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.store import Split, Store
+from oelm.data.store import Array, Split, Store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import boundary_id, load_tokenizer, pad_id, tokenizer_digest, trained_size
 from oelm.data.writer import SplitWriter, cached_store, split_writers
@@ -20,7 +20,6 @@ from oelm.system.messages import Notice, notice
 
 FILES = {"train": ("train.bin",), "validation": ("val.bin", "validation.bin"), "test": ("test.bin",)}
 BLOCK = 1 << 24  # tokens read at once
-Array = np.ndarray
 
 
 def holds_bins(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.manifest import digest
-from oelm.data.shuffle import permutation
+from oelm.data.shuffle import Array, permutation
 from oelm.data.store import Split, Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder
@@ -37,7 +37,6 @@ BIG_ENOUGH = 1_000  # from so many texts on, a word or pair of words that occurs
 SAMPLE_SEED = 20240607
 CHUNK = 2_048  # texts in memory at once while measuring
 
-Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]
 _COMPUTING: list[subprocess.Popen[bytes]] = []
 

@@ -25,20 +25,16 @@ class Agreement:
         if label is None or not (text := str(label).strip()) or text.lower() == "nan":
             self.without += 1
         elif self.numbers:
-            self._add_number(predicted, text)
+            try:
+                self.squares += (predicted - float(text)) ** 2
+                self.rows += 1
+            except ValueError:
+                self.without += 1
         else:
             name = self._class(text)
             self.rows += 1
             self.right += name == predicted
             self.unknown[name] += name not in self.names
-
-    def _add_number(self, predicted: float, text: str) -> None:
-        try:
-            self.squares += (predicted - float(text)) ** 2
-        except ValueError:
-            self.without += 1
-        else:
-            self.rows += 1
 
     def _class(self, text: str) -> str:
         """The class that a label names: a number where classes are numbers, or their places are given."""

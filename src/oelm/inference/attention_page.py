@@ -3,7 +3,7 @@
 import numpy as np
 from markupsafe import Markup
 
-from oelm.inference.attention_statistics import MEASURES, AttentionStatistics, difference
+from oelm.inference.attention_statistics import MEASURES, Array, AttentionStatistics, difference
 from oelm.study.report.document import (
     Block,
     Document,
@@ -17,7 +17,6 @@ from oelm.study.report.document import (
 from oelm.study.report.numbers import fixed, signed
 from oelm.study.report.view import Words
 
-Array = np.ndarray
 FAINT = 'font-size="11" fill="var(--faint)"'
 WIDTH, BESIDE, ABOVE, HEIGHT = 400, 34, 18, 24  # of a map, its labels' places, and a row
 NARROWEST = 27  # a cell that its value fits into
@@ -51,15 +50,11 @@ def attention_page(statistics: dict[str, AttentionStatistics], lang: str = "en")
         maps += [
             _maps(statistics, at, measure, number, words)
             for measure in MEASURES
-            if _known(first, at, measure)
+            if first.grid(at, measure) is not None
         ]
     title = words("explain.title", runs=words.items(statistics))
     sections = {"overview": overview, "heads": maps}
     return to_html(Document(title, sample, [], answer, "", sections, "explain.made"), words)
-
-
-def _known(one: AttentionStatistics, at: str, measure: str) -> bool:
-    return one.grid(at, measure) is not None
 
 
 def _mean(one: AttentionStatistics, measure: str) -> str:

@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from oelm.models.families import Site, family_of, find_sites
 from oelm.models.gpt_block import SelfAttention, rotate
-from oelm.orthogonal import to_blocks
+from oelm.orthogonal import Array, to_blocks
 from oelm.system.private_transformers import attention_name, sdpa_functions
 
-Array = np.ndarray
 NAME = "oelm_statistics"
 SDPA, SDPA_MASK = sdpa_functions()
 
@@ -86,9 +85,8 @@ class _Sums:
     keys: int = 0  # degrees of freedom: keys seen, less one for each query
     uniform: float = 0.0
     most_entropy: float = 0.0
-    by_head: Array = field(
-        default_factory=lambda: np.zeros((5, 1))
-    )  # entropy, first, previous, same, squares
+    # Entropy, first, previous, same, squares.
+    by_head: Array = field(default_factory=lambda: np.zeros((5, 1)))
 
     def add(self, scores: Tensor, visible: Tensor, cross: bool) -> None:
         """Scores (B, H, T, S) and which keys a query sees, (T, S) or so that it broadcasts."""

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from oelm.data.store import Split
+from oelm.data.store import Array, Split
 from oelm.data.tasks.language_modeling import check_language_model
 from oelm.data.tokenizer import Encoder, boundary_id, pad_id
 from oelm.errors import UserError
 from oelm.orthogonal import generator
 
-Array = np.ndarray
 WORD = re.compile(r"\w+|[^\w\s]")
 REPEATED = 4  # words in the n-grams of `repetition`
 BATCH = 16  # prompts: with another number the same seed gives other texts

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oelm.data import Choice
-from oelm.data.assemble import pad_rows
+from oelm.data.assemble import Array, pad_rows
 from oelm.data.batches import fill_batches
 from oelm.data.preparation import split_chunks
 from oelm.data.tasks import task_kind
@@ -29,7 +29,6 @@ from oelm.errors import UserError
 from oelm.orthogonal import generator
 from oelm.training.evaluate import LOGITS, TOKENS
 
-Array = np.ndarray
 FIELDS = ("text", "text_pair")
 NOTHING = "N/A"  # the text of a prompt without content
 

@@ -84,10 +84,6 @@ class FreezeSchedule:
             return ()
         return tuple(self.unfreeze_at) if isinstance(self.unfreeze_at, Sequence) else (self.unfreeze_at,)
 
-    @property
-    def ends_frozen(self) -> bool:
-        return self.unfreeze_at is None or self.refreeze_at is not None
-
     def resolve(self, groups: int, total: int) -> "Timeline":
         """The schedule in steps, in a run of so many, where so many groups of layers are unfrozen in turn."""
         refreeze = None if self.refreeze_at is None else _steps(self.refreeze_at, total)

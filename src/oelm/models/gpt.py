@@ -18,19 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    Cache,
-    DynamicCache,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -326,9 +316,9 @@ class OelmGPTForQuestionAnswering(_Bidirectional):
         )
 
 
-AutoConfig.register(OelmGPTConfig.model_type, OelmGPTConfig)
-AutoModel.register(OelmGPTConfig, OelmGPTModel)
-AutoModelForCausalLM.register(OelmGPTConfig, OelmGPTForCausalLM)
-AutoModelForSequenceClassification.register(OelmGPTConfig, OelmGPTForSequenceClassification)
-AutoModelForTokenClassification.register(OelmGPTConfig, OelmGPTForTokenClassification)
-AutoModelForQuestionAnswering.register(OelmGPTConfig, OelmGPTForQuestionAnswering)
+transformers.AutoConfig.register(OelmGPTConfig.model_type, OelmGPTConfig)
+transformers.AutoModel.register(OelmGPTConfig, OelmGPTModel)
+transformers.AutoModelForCausalLM.register(OelmGPTConfig, OelmGPTForCausalLM)
+transformers.AutoModelForSequenceClassification.register(OelmGPTConfig, OelmGPTForSequenceClassification)
+transformers.AutoModelForTokenClassification.register(OelmGPTConfig, OelmGPTForTokenClassification)
+transformers.AutoModelForQuestionAnswering.register(OelmGPTConfig, OelmGPTForQuestionAnswering)

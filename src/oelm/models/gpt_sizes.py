@@ -54,5 +54,4 @@ def is_reference(name: str) -> bool:
 
 @functools.cache
 def numerics_of(name: str) -> int:
-    """The numerics version of runs of this model."""
     return NUMERICS if is_reference(name) else NUMERICS_OTHERS

@@ -97,12 +97,10 @@ def learned_layers(model: nn.Module) -> dict[str, LearnedLinear]:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of this name is a projection's factors."""
     return name.endswith(f".{SCALE}")
 
 
 def is_qk_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a projection's adapter."""
     return name.endswith((f".{UP}", f".{DOWN}"))
 
 

@@ -124,7 +124,8 @@ def _in_chunks(
     narrow = dtype if hidden.is_cuda or not any(wanted) else wide
     gain = FP16_GAIN if narrow == torch.float16 else 1.0
     grad_hidden = grad_weight = None
-    with _no_autocast(hidden.device.type):
+    kind = hidden.device.type
+    with nullcontext() if kind == NO_AUTOCAST else torch.autocast(kind, enabled=False):
         fused = kernel_for(hidden, dtype) if dtype == narrow else None
         kept, x = targets != IGNORE_INDEX, hidden.detach().to(dtype)
         if any(wanted):  # rows that do not count may hold anything: keep it out of the weight's gradient
@@ -207,10 +208,6 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
     # Autocast leaves float64 alone.
     return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-
-
-def _no_autocast(kind: str) -> Any:
-    return nullcontext() if kind == NO_AUTOCAST else torch.autocast(kind, enabled=False)
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:

@@ -51,7 +51,6 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The projections with an adapter, by their paths."""
     return {path: module for path, module in model.named_modules() if has_lora(module)}
 
 

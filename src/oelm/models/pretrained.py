@@ -84,9 +84,7 @@ def check_files(name: str, **kwargs: Any) -> None:
     """Refuse a checkpoint if loading it would read anything but safetensors of its own folder. `kwargs` are
     `from_pretrained`'s."""
     hub = with_cache_only(name, hub_arguments(kwargs))
-    weights = getattr(
-        load_config(name, **hub), "transformers_weights", None
-    )  # a file, if the config names one
+    weights = getattr(load_config(name, **hub), "transformers_weights", None)  # a file, if it names one
     if Path(name).is_file():
         raise UserError(f"{name} is a file: name the folder of a model")
     if weights is not None and not (

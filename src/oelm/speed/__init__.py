@@ -5,6 +5,8 @@ it does without; `why_not` says what of it a device has not. Everything else wor
 (tests/speed/test_removal.py takes it away).
 """
 
-from oelm.speed.capabilities import why_not as why_not
-from oelm.speed.forward import fast_forward as fast_forward
-from oelm.speed.step import FastStep as FastStep
+from oelm.speed.capabilities import here as why_not
+from oelm.speed.forward import fast_forward
+from oelm.speed.step import FastStep
+
+__all__ = ["FastStep", "fast_forward", "why_not"]

@@ -29,7 +29,6 @@ CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones
 
 
 def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
-    """Whether AdamW of these weights can be one kernel."""
     return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
 
 
@@ -193,9 +192,7 @@ def coast(
     rates = rates[: int(counter) - taken]
     counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
     nothing = weight.new_zeros(min(CHUNK, weight.numel()))
+    settings = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": eps}
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
         for count, rate in zip(counts, rates, strict=True):
-            fused_adamw_(
-                w, nothing[: len(w)], m, v, count,
-                lr=rate, betas=(beta1, beta2), weight_decay=group["weight_decay"], eps=eps,
-            )  # fmt: skip
+            fused_adamw_(w, nothing[: len(w)], m, v, count, lr=rate, **settings)

@@ -7,7 +7,7 @@ OELM_KERNELS=all turns them all on wherever they can run.
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -49,31 +49,17 @@ class Machine:
     asked: bool = False  # for kernels that were not measured here
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """None for what a device has, and for the others why not."""
-
-    precision: str  # of training.precision = "auto"
-    packed: str | None
-    graphs: str | None
-    bf16_copies: str | None
-    attention: str | None
-    norm: str | None
-    value_only: str | None
-    cross_entropy: str | None
-    rows: str | None
-    adamw: str | None
+Capabilities = dict[str, str | None]  # every fast path: None where a device has it, else why not
 
 
 def capabilities(machine: Machine) -> Capabilities:
     graphs = _why_no_graphs(machine)
-    return Capabilities(
-        precision="bf16" if machine.bf16 else "fp32",
-        packed=_why_padded(machine),
-        graphs=graphs,
-        bf16_copies=graphs or (None if machine.bf16 else "this device has no bfloat16"),
+    return {
+        "packed": _why_padded(machine),
+        "graphs": graphs,
+        "bf16_copies": graphs or (None if machine.bf16 else "this device has no bfloat16"),
         **{name: _why_no_kernel(machine, name) for name in KERNELS},
-    )
+    }
 
 
 def _why_padded(machine: Machine) -> str | None:
@@ -135,7 +121,7 @@ def here(device: torch.device) -> Capabilities:
     """What this device has: as `capabilities` says, without kernels that turn out not to run."""
     machine = machine_of(device)
     found = capabilities(machine)
-    if device.type != "cuda" or all(getattr(found, name) for name in KERNELS):
+    if device.type != "cuda" or all(found[name] for name in KERNELS):
         return found
     from oelm.speed.trial import trials
 
@@ -147,24 +133,17 @@ def tried(found: Capabilities, trials: dict[str, Callable[[], Any]], everything:
     others are made with `everything`, for each takes a second to compile."""
     first = next(iter(trials))
     for name, trial in trials.items():
-        if getattr(found, name) is None and (everything or name == first):
+        if found[name] is None and (everything or name == first):
             try:
                 trial()
             except Exception as error:  # whatever a compiler, a driver or a launcher may say
                 why = f"it does not run here: {first_line(error)}"
                 lost = KERNELS if name == first else (name,)
-                found = replace(found, **{each: getattr(found, each) or why for each in lost})
+                found = found | {each: found[each] or why for each in lost}
     return found
 
 
 @torch.compiler.assume_constant_result
 def runs(name: str, device: torch.device) -> bool:
     """Whether this fast path runs on this device; torch.compile takes the answer for a constant."""
-    return getattr(here(device), name) is None
-
-
-def why_not(device: torch.device) -> dict[str, str | None]:
-    """Every fast path, and why this device does not have it."""
-    found = asdict(here(device))
-    del found["precision"]
-    return found
+    return here(device)[name] is None

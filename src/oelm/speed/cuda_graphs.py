@@ -6,6 +6,7 @@ are filled up to a few shapes (`data.assemble.filled`), and each shape has a gra
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from oelm.data.assemble import Batch, pinned
 MOST_GRAPHS = 48  # shapes; further ones are computed without a graph
 
 
+@dataclass(eq=False)
 class GraphedStep:
     """A step as one graph per shape of its batch; with several batches to a step, as a graph for each of
     them and another for clipping and the optimizer (`whole` is then off).
@@ -27,26 +29,19 @@ class GraphedStep:
     to be loaded first, computed as usual and recorded when it is met again.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[Batch], Tensor],
-        finish: Callable[[], Tensor],
-        follow: Callable[[], None],
-        scale: Tensor,
-        whole: bool,
-        parameters: list[nn.Parameter],
-    ) -> None:
-        self.compute, self.finish, self.follow = compute, finish, follow
-        self.scale, self.whole = scale, whole
-        self.parameters = parameters  # all that `compute` leaves gradients on
-        self.device = scale.device
-        self.graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = {}
-        self.met: set[Any] = set()
-        self.end: tuple[Any, Tensor] | None = None
-        self.norm: Tensor | None = None  # of the whole step just taken
-        self.ended = False
-        self.failed = ""  # why no graph could be recorded
-        self.pool: Any = None
+    compute: Callable[[Batch], Tensor]
+    finish: Callable[[], Tensor]
+    follow: Callable[[], None]
+    scale: Tensor
+    whole: bool
+    parameters: list[nn.Parameter]  # all that `compute` leaves gradients on
+    graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = field(default_factory=dict)
+    met: set[Any] = field(default_factory=set)
+    end: tuple[Any, Tensor] | None = None
+    norm: Tensor | None = None  # of the whole step just taken
+    ended: bool = False
+    failed: str = ""  # why no graph could be recorded
+    pool: Any = None
 
     def backward(self, batch: Batch, scale: float) -> Tensor:
         """The loss of a batch, in the computer's memory, times `scale`. A whole step is then taken."""
@@ -54,7 +49,7 @@ class GraphedStep:
         self.follow()
         key = shapes_of(batch)
         if key not in self.graphs:
-            static, recorded = batch.to(self.device), None
+            static, recorded = batch.to(self.scale.device), None
             if self.met and not self.failed and len(self.graphs) < MOST_GRAPHS:
                 recorded = self._record(lambda: self._take(static))
                 if recorded is None and key not in self.met:

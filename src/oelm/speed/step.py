@@ -69,19 +69,18 @@ class FastStep(PlainStep):
         """Why texts are padded in this run; None where they are packed."""
         if not self.objective.kind.packable:
             return "only the texts of classifiers are packed"
+        if self.can["packed"] is not None:
+            return self.can["packed"]
         if not isinstance(self.raw, OelmGPTPreTrainedModel):
-            longest = self.objective.store.max_length
-            return self.can.packed or why_not(self.raw, self.state.device, self.dtype, longest)
-        if self.can.packed is not None:
-            return self.can.packed
+            return why_not(self.raw, self.state.device, self.dtype, self.objective.store.max_length)
         if self.raw.config.attention_dropout:
             return f"attention dropout {self.raw.config.attention_dropout:g} needs padded attention"
         return None
 
     def _why_eager(self) -> str | None:
         """Why a step is not a CUDA graph in this run; None where it is."""
-        if self.can.graphs is not None:
-            return self.can.graphs
+        if self.can["graphs"] is not None:
+            return self.can["graphs"]
         if self.state.num_processes > 1:
             return "several processes exchange gradients"
         if self.precision == "fp16":
@@ -269,7 +268,7 @@ class FastStep(PlainStep):
         """Which kernels of our own do not run on this GPU, by the reasons why."""
         found: dict[str, list[str]] = {}
         for name in KERNELS if self.state.device.type == "cuda" else ():
-            if why := getattr(self.can, name):
+            if why := self.can[name]:
                 found.setdefault(why, []).append(name.replace("_", " "))
         return found
 

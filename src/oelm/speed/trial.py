@@ -37,7 +37,7 @@ def why_no_heads(device: torch.device) -> str | None:
 
 
 def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """By the names of `Capabilities`, the smallest first."""
+    """By the names in `capabilities.KERNELS`, the smallest first."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)

@@ -78,7 +78,6 @@ def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: s
 
 
 def _deviation(a: float, b: float) -> float:
-    """The relative deviation of a from b."""
     return abs(a - b) / max(abs(b), 1e-12)
 
 

@@ -113,7 +113,6 @@ def sync_files(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Write a file to the disk, so that it is complete after a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -142,22 +141,13 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise no_lock
-        with _without_locks():
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-@contextlib.contextmanager
-def _without_locks() -> Iterator[None]:
-    """Go on where the file system, such as some NFS, has no locks: a study's workers do not need them."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
+        # Go on where the file system, such as some NFS, has no locks: a study's workers do not need them.
+        if getattr(error, "errno", None) not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            file.close()
             raise
+    return file
 
 
 @contextlib.contextmanager

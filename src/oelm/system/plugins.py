@@ -75,5 +75,4 @@ def load_plugins(modules: Iterable[str]) -> None:
 
 @functools.cache
 def load_installed() -> None:
-    """Import the plugins that are installed, once."""
     load_plugins(point.module for point in entry_points(group="oelm.plugins"))

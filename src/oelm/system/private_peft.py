@@ -24,7 +24,6 @@ def weight_change(layer: Any) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 

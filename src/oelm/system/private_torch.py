@@ -30,23 +30,12 @@ def add_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def fused_adamw_(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, **settings: Any
 ) -> None:
-    """Step number `step` (from 1) of AdamW on one weight and its two moments, in place."""
-    torch._fused_adamw_(
-        [weight], [gradient], [mean], [square], [], [step],
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+    """Step number `step` (from 1) of AdamW on one weight and its two moments, in place; the settings are lr,
+    beta1, beta2, weight_decay and eps."""
+    tensors: Any = [weight], [gradient], [mean], [square], [], [step]
+    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, **settings)
 
 
 def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:

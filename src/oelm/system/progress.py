@@ -3,6 +3,7 @@ changes; elsewhere a line now and then."""
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from oelm.system.notebook import notebook_line
@@ -27,32 +28,28 @@ class Display:
         self.tokens, self.step = self.tokens + tokens, step
         if self._bar is None and self.show and sys.stderr.isatty():
             self._bar = _bar(self.label, self.total, self.start)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, rest=self._rest())
-        elif self._line is not None:
-            self._line.show(self._text(step))
-        elif self._line_is_due():
-            say(self._text(step), err=True)
+        self._show(self._rest(), self._text, completed=step)
 
-    def _text(self, step: int) -> str:
-        done, taken = step - self.start, time.monotonic() - self.began
-        left = duration(taken / done * (self.total - step)) if done and self.total else "?"
-        place = f"{self.label}: {self.unit} {step}/{self.total or '?'}"
+    def _show(self, rest: str, text: Callable[[], str], **bar: Any) -> None:
+        """`rest` beside the bar or, where there is none, the `text` as a line."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], rest=rest, **bar)
+        elif self._line is not None:
+            self._line.show(text())
+        elif self.show and time.monotonic() - self.last_line >= QUIET_SECONDS:
+            self.last_line = time.monotonic()
+            say(text(), err=True)
+
+    def _text(self) -> str:
+        done, taken = self.step - self.start, time.monotonic() - self.began
+        left = duration(taken / done * (self.total - self.step)) if done and self.total else "?"
+        place = f"{self.label}: {self.unit} {self.step}/{self.total or '?'}"
         return ", ".join(filter(None, (place, self._rest(), f"{left} left")))
 
     def evaluating(self, split: str, done: int, of: int) -> None:
         """Show how far an evaluation between two steps is."""
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], rest=f"{split}: batch {done}/{of}")
-        elif self._line is not None:
-            self._line.show(f"{self.label}: {split}: batch {done}/{of}")
-        elif self._line_is_due():
-            say(f"{self.label}: {split}: batch {done}/{of}", err=True)
-
-    def _line_is_due(self) -> bool:
-        due = self.show and time.monotonic() - self.last_line >= QUIET_SECONDS
-        self.last_line = time.monotonic() if due else self.last_line
-        return due
+        rest = f"{split}: batch {done}/{of}"
+        self._show(rest, lambda: f"{self.label}: {rest}")
 
     def watch(self, done: int, of: int) -> None:
         """Show how far an evaluation without training is."""
@@ -74,7 +71,7 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
         if self._line is not None:
-            self._line.show(self._text(self.step))
+            self._line.show(self._text())
             self._line.close()
 
     def _rest(self) -> str:

@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import PADDED, Layout
+from oelm.data.assemble import PADDED, Array, Layout
 from oelm.data.tasks.base import Measured, Objective
 from oelm.training.parallel import everyone, process_state, reshard
 
-Array = np.ndarray
 TOKENS = 16_384  # per batch and process, padding included
 LARGE_GPU, MORE_TOKENS = 40e9, 65_536  # on a GPU of so many bytes small batches would leave it waiting
 LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}  # a language model's largest tensor: tokens x vocabulary

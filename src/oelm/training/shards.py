@@ -29,7 +29,6 @@ NAME = re.compile(r"(?:model|optimizer)-\d{5,}-of-(\d{5,})\.safetensors")
 
 
 def shard_files(kind: str, of: int) -> list[str]:
-    """The names of all shards of the model or of the optimizer."""
     return [f"{kind}-{number + 1:05d}-of-{of:05d}.safetensors" for number in range(of)]
 
 

@@ -6,7 +6,7 @@ by the count of the whole global batch, whatever the number of processes and acc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oelm.data.assemble import PADDED, Batch, Layout, packed_inputs, pad_rows, padded_batch
+from oelm.data.assemble import PADDED, Array, Batch, Layout, packed_inputs, pad_rows, padded_batch
 from oelm.data.batches import Plan, ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, Rows, split_chunks
+from oelm.data.preparation import Lengths, split_chunks
 from oelm.data.store import Split, Store
 from oelm.data.tasks import task_kind
 from oelm.data.tokenizer import Encoder, pad_id
-from oelm.data.writer import split_writers
 from oelm.errors import UserError
 from oelm.models.fit import takes_segments
 from oelm.system.private_transformers import has_model_for
 
-Array = np.ndarray
 Baselines = dict[str, dict[str, dict[str, Any]]]  # name -> split -> metrics
 Splits = dict[str, dict[str, Any]]  # split -> metadata
 Columns = dict[str, str]  # role -> column
@@ -124,9 +122,7 @@ class Reader(ABC):
 
     says: tuple[str, ...]  # the keys of its answers
     compared: str | None = None  # the one of them that a row's label is compared with
-    reads: tuple[str, ...] = (
-        "text",
-    )  # what a line is made of, as columns: a text, or two with a tab between
+    reads: tuple[str, ...] = ("text",)  # the columns of a line: a text, or two with a tab between
     packable = False  # the reference GPT can read its items packed end to end
     vocabulary = 0  # size of the logits of a token, where they are over the vocabulary
 
@@ -139,8 +135,10 @@ class Reader(ABC):
         """Why a line cannot be read; empty where it can."""
         return ""
 
-    @abstractmethod
-    def encode(self, lines: list[str]) -> Items: ...
+    def encode(self, lines: list[str]) -> Items:
+        """The lines as items; here every line is a text."""
+        tokens, lengths, cut = self.encoder.texts(lines)
+        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
 
     @abstractmethod
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
@@ -277,27 +275,3 @@ class TaskKind(ABC):
     def fits(self, model: Any) -> bool:
         """Whether a checkpoint that does not name its kind is of this one."""
         return self.auto_class.removeprefix("AutoModelFor") in type(model).__name__
-
-
-def write_items(
-    dataset: Dataset,
-    folder: Path,
-    encoder: Encoder,
-    dtypes: dict[str, Any],
-    encode: Callable[[Rows], dict[str, Any]],
-    show: bool,
-    only_measured: dict[str, Any] | None = None,
-) -> Splits:
-    """Write the items of every split. `dtypes` are the columns that this kind adds to those of all, and
-    `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
-    the splits that are measured `right_texts`."""
-    of_all = {"tokens": encoder.dtype, "offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
-    columns = dict.fromkeys(dataset.splits, of_all | dtypes | (only_measured or {}))
-    columns["train"] = of_all | dtypes
-    with split_writers(folder, columns) as writers:
-        for rows in split_chunks(dataset, show):
-            items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)
-            if rows.split != "train" and "right_texts" in items:
-                writers[rows.split].append_texts(items["right_texts"])
-            writers[rows.split].append(**items)
-        return {split: writer.close() for split, writer in writers.items()}

@@ -19,19 +19,9 @@ from torch import Tensor, nn
 
 from oelm.data.assemble import PADDED, Array, Batch, Layout
 from oelm.data.dataset import Dataset, Part
-from oelm.data.preparation import Lengths, Rows
+from oelm.data.preparation import Lengths, Rows, write_items
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    Columns,
-    Items,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    pair_fault,
-    write_items,
-)
+from oelm.data.tasks.base import Columns, Items, Measured, Objective, Reader, Splits, TaskKind, pair_fault
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
@@ -159,10 +149,10 @@ class QuestionAnswering(TaskKind):
             size = rows.bytes("question", "context")
             return items | {"groups": groups, "bytes": size, "right_texts": records}
 
-        dtypes = {"starts": np.int32, "ends": np.int32, "context": np.uint32}
+        dtypes = {"tokens": encoder.dtype, "starts": np.int32, "ends": np.int32, "context": np.uint32}
         dtypes |= {"second": np.uint32} if encoder.typed else {}
         characters = {"chars_from": np.uint32, "chars_to": np.uint32}
-        return write_items(dataset, folder, encoder, dtypes, encode, show, only_measured=characters)
+        return write_items(dataset, folder, dtypes, encode, show, only_measured=characters)
 
     def config_fields(self, store: Store) -> dict[str, Any]:
         return {"num_labels": 2}  # where an answer starts and ends, whatever the checkpoint was made for

@@ -24,19 +24,9 @@ from oelm.audit import unwrap
 from oelm.data.assemble import Array, Batch
 from oelm.data.batches import Plan
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, Rows
+from oelm.data.preparation import Lengths, Rows, write_items
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    Baselines,
-    Columns,
-    Items,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Columns, Items, Measured, Objective, Reader, Splits, TaskKind
 from oelm.data.tasks.language_modeling import language_metrics, unigram
 from oelm.data.tasks.question_answering import word_f1
 from oelm.data.tasks.token_classification import token_loss
@@ -102,10 +92,6 @@ class TargetReader(Reader):
         super().__init__(model, tokenizer, max_length)
         self.options, self.vocabulary = options, int(model.config.vocab_size)
 
-    def encode(self, lines: list[str]) -> Items:
-        tokens, lengths, cut = self.encoder.texts(lines)
-        return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
-
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
         return (write(self.model, self.tokenizer, inputs, **self.options),)
 
@@ -157,8 +143,8 @@ class Seq2Seq(TaskKind):
             texts = [{"id": row, "source": source, "target": target} for row, source, target in records]
             return values | {"right_texts": texts}
 
-        dtypes = {"target_tokens": encoder.dtype, "target_offsets": np.uint64}
-        return write_items(dataset, folder, encoder, dtypes, encode, show)
+        dtypes = {"tokens": encoder.dtype, "target_tokens": encoder.dtype, "target_offsets": np.uint64}
+        return write_items(dataset, folder, dtypes, encode, show)
 
     def check_config(self, config: Any, name: str) -> None:
         if not config.is_encoder_decoder:

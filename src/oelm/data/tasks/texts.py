@@ -8,18 +8,9 @@ import numpy as np
 
 from oelm.data.assemble import Array
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, Rows
+from oelm.data.preparation import Lengths, Rows, write_items
 from oelm.data.store import Split, Store
-from oelm.data.tasks.base import (
-    Baselines,
-    Columns,
-    Items,
-    Reader,
-    Splits,
-    TaskKind,
-    pair_fault,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Columns, Items, Reader, Splits, TaskKind, pair_fault
 from oelm.data.tokenizer import Encoder
 from oelm.data.trivial_baselines import MOST_WEIGHTS, StoreTexts, have_sklearn, tfidf_baseline
 from oelm.errors import UserError
@@ -43,8 +34,7 @@ class TextReader(Reader):
 
     def encode(self, lines: list[str]) -> Items:
         if not self.pairs:
-            tokens, lengths, cut = self.encoder.texts(lines)
-            return Items(tokens, lengths, sum(map(len, self.encoder.single)), cut)
+            return super().encode(lines)
         firsts, seconds = zip(*(line.split("\t") for line in lines), strict=True)
         tokens, lengths, second, cut = self.encoder.pairs([*firsts], [*seconds])
         return Items(tokens, lengths, sum(map(len, self.encoder.pair)), cut, second)
@@ -82,10 +72,10 @@ class LabelledTexts(TaskKind):
                 tokens, lengths, cut = encoder.texts(texts)
             return values | {"tokens": tokens, "lengths": lengths, "truncated": cut}
 
-        dtypes = {self.column: self.dtype(dataset)}
+        dtypes = {"tokens": encoder.dtype, self.column: self.dtype(dataset)}
         if pairs and encoder.typed:
             dtypes["second"] = np.uint32
-        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        splits = write_items(dataset, folder, dtypes, encode, show)
         for split, meta in splits.items():
             meta |= self.summary(dataset, split, np.load(folder / f"{split}.{self.column}.npy"))
         return splits

@@ -12,19 +12,9 @@ from oelm.data.assemble import Array, Batch
 from oelm.data.batches import ranges
 from oelm.data.catalogue import Task
 from oelm.data.dataset import Dataset
-from oelm.data.preparation import Lengths, Rows
+from oelm.data.preparation import Lengths, Rows, write_items
 from oelm.data.store import IGNORE, Split, Store
-from oelm.data.tasks.base import (
-    Baselines,
-    Columns,
-    Items,
-    Measured,
-    Objective,
-    Reader,
-    Splits,
-    TaskKind,
-    write_items,
-)
+from oelm.data.tasks.base import Baselines, Columns, Items, Measured, Objective, Reader, Splits, TaskKind
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
@@ -159,8 +149,8 @@ class TokenClassification(TaskKind):
             values = {"tokens": tokens, "lengths": sizes, "tags": flat, "words": counts}
             return values | {"bytes": size, "truncated": cut}
 
-        dtypes = {"tags": np.int16, "words": np.uint32}
-        splits = write_items(dataset, folder, encoder, dtypes, encode, show)
+        dtypes = {"tokens": encoder.dtype, "tags": np.int16, "words": np.uint32}
+        splits = write_items(dataset, folder, dtypes, encode, show)
         for split in splits:
             tags = np.load(folder / f"{split}.tags.npy")
             counts = np.bincount(tags[tags != IGNORE], minlength=len(number))

@@ -110,7 +110,5 @@ def cross_entropy_(
 
 
 @cross_entropy_.register_fake
-def _(
-    logits: Tensor, targets: Tensor, vocab: int, smoothing: float, gain: float, ignored: int, write: bool
-) -> Tensor:
+def _(logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)

@@ -109,16 +109,12 @@ def value_only_backward(
 
 
 @value_only.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)
 
 
 @value_only_backward.register_fake
-def _(
-    q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float
-) -> Tensor:
+def _(q: Tensor, k: Tensor, lse: Tensor, grad: Tensor, *rest: Any) -> Tensor:
     return empty_like(grad)
 
 
