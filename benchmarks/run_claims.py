@@ -4,7 +4,8 @@
 
 FOLDER lies on the file system that is measured. Nothing is trained. Planning is what `oelm study` does from
 prepared data to the first queued run: which runs are due, and where each of them lies. Then all of them are
-queued, and 100 processes claim runs, wait some seconds as if they trained them, and end them.
+queued, and 100 processes claim runs, wait some seconds as if they trained them, and end them. Once they have
+a run they list the others where `oelm work` does, beside the training: that is timed on its own.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,7 @@ from oelm.study.scheduler import Scheduler
 from oelm.training.folder import environment
 from oelm.training.stopping import Stop
 
-RUNS, WORKERS, ENOUGH = 10_000, 100, 5  # ENOUGH: claims of each worker
+RUNS, WORKERS, ENOUGH = 10_000, 100, 25  # ENOUGH: claims of each worker
 
 
 def plan(root: Path) -> tuple[Scheduler, float]:
@@ -52,24 +54,36 @@ def plan(root: Path) -> tuple[Scheduler, float]:
     return scheduler, took
 
 
+Times = tuple[float, float]  # seconds by the clock, and of the worker's own processor time
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, Times]:
+    began = (time.perf_counter(), time.process_time())
+    made = action()
+    return made, (time.perf_counter() - began[0], time.process_time() - began[1])
+
+
 def claim_runs(root: Path, ready: Any, times: Any) -> None:
-    """A worker: it claims a run, gives a sign of life, ends it, and goes on; `times`: of the claims, by the
-    clock and of its own processor."""
-    queue, taken = Queue(root, str(os.getpid())), []
+    """A worker: it claims a run, has it for a while, gives a sign of life, ends it, and goes on; `times`: of
+    the claims, and of the lists of all runs that it made after them."""
+    queue, claims, lists = Queue(root, str(os.getpid())), list[Times](), list[Times]()
     ready.wait()
+    time.sleep(random.uniform(0, 4))
     for _ in range(ENOUGH):
-        time.sleep(random.uniform(0, 8))
-        began = (time.perf_counter(), time.process_time())
-        claim = queue.take()
-        taken.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        claim, took = timed(queue.take)
+        claims.append(took)
+        if queue._stale:
+            lists.append(timed(queue.refresh)[1])
+        time.sleep(random.uniform(0, 4))
         assert claim is not None and claim.beat() and claim.end("finished")
         queue.close_job(claim, None)
-    times.put(taken)
+    times.put((claims, lists))
 
 
-def milliseconds(seconds: list[float]) -> dict[str, float]:
-    seconds = sorted(seconds)
+def milliseconds(times: list[Times], which: int) -> dict[str, float]:
+    seconds = sorted(one[which] for one in times)
     return {
+        "n": len(seconds),
         "median": round(1e3 * statistics.median(seconds), 3),
         "p95": round(1e3 * seconds[int(0.95 * len(seconds))], 3),
         "largest": round(1e3 * seconds[-1], 3),
@@ -90,14 +104,18 @@ def measure(root: Path) -> dict[str, Any]:
     for process in processes:
         process.join()
     assert len(Queue(root).names()) == RUNS - WORKERS * ENOUGH, "a run was claimed twice, or not at all"
+    kinds = {
+        "claim": [one for claims, _ in workers for one in claims],
+        "first_claim": [claims[0] for claims, _ in workers],
+        "later_claim": [one for claims, _ in workers for one in claims[1:]],
+        "list": [one for _, lists in workers for one in lists],
+    }
+    summaries = {f"{name}_ms": milliseconds(times, 0) for name, times in kinds.items()}
+    summaries |= {f"{name}_cpu_ms": milliseconds(times, 1) for name, times in kinds.items()}
     return {
         "runs": RUNS, "workers": WORKERS, "claims": WORKERS * ENOUGH,
         "planning_s": round(planning, 3), "queueing_s": round(queueing, 3),
-        "claim_ms": milliseconds([one for taken in workers for one, _ in taken]),
-        "first_claim_ms": milliseconds([taken[0][0] for taken in workers]),  # the worker lists the runs
-        "later_claim_ms": milliseconds([one for taken in workers for one, _ in taken[1:]]),
-        "first_claim_cpu_ms": milliseconds([taken[0][1] for taken in workers]),
-        "later_claim_cpu_ms": milliseconds([cpu for taken in workers for _, cpu in taken[1:]]),
+        **summaries,
         "load": os.getloadavg(),  # processes that wanted to run, with those of others
         "environment": environment(SimpleNamespace(type="cpu"), 1),
     }  # fmt: skip

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oelm.errors import UserError
-from oelm.study.run_claims import MOST_LOST, Queue
+from oelm.study import run_claims
+from oelm.study.run_claims import FIRST_LOOK, MOST_LOST, Claim, Queue
 from oelm.study.work import Worker, has_result
 
 EXPIRES = 60.0
@@ -51,6 +52,7 @@ def begin(one: Worker, mark: str = "") -> Path | None:
     with (claim.work / "steps").open("a") as file:
         file.write(mark)
     one.claims[claim.work] = (claim, one.root / "runs" / claim.name)
+    one.queue.refresh()
     return claim.work
 
 
@@ -63,7 +65,10 @@ def look_for(other: Worker, clock: Clock, seconds: float) -> Path | None:
     return None
 
 
-def test_thirty_workers_take_every_run_once(tmp_path):
+@pytest.mark.parametrize("look", [4, FIRST_LOOK])
+def test_thirty_workers_take_every_run_once(tmp_path, monkeypatch, look):
+    """Also where a worker's first look shows few of the runs, and whether or not it then lists all."""
+    monkeypatch.setattr(run_claims, "FIRST_LOOK", look)
     names = [f"{n:03d}" for n in range(60)]
     make_queue(tmp_path, names)
 
@@ -71,11 +76,56 @@ def test_thirty_workers_take_every_run_once(tmp_path):
         queue, taken = Queue(tmp_path, f"w{n}"), []
         while (claim := queue.take()) is not None:
             taken.append(claim.name)
+            if n % 2:
+                queue.refresh()
         return taken
 
     with ThreadPoolExecutor(30) as pool:
         taken = [name for part in pool.map(take_all, range(30)) for name in part]
     assert sorted(taken) == names
+
+
+def test_of_many_runs_a_claim_lists_few_and_the_worker_all_of_them_after_it(tmp_path, monkeypatch):
+    queue = make_queue(tmp_path, [f"{n:03d}" for n in range(FIRST_LOOK + 100)])
+    listed, listdir = list[str](), os.listdir
+
+    def list_folder(path):
+        listed.append(Path(path).name)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", list_folder)
+    one = Queue(tmp_path, "one")
+    for _ in range(5):
+        assert one.take() is not None
+    assert "jobs" not in listed
+    one.refresh()
+    assert listed.count("jobs") == 1
+    for _ in range(5):  # nobody else takes any: what it has listed is current
+        assert one.take() is not None
+        one.refresh()
+    assert listed.count("jobs") == 1
+    while one.take() is not None:
+        pass
+    assert Queue(tmp_path, "other").take() is None  # it has looked at all of them
+    assert all(state.event == "claim" for _, state in queue.states())
+
+
+def test_dead_workers_runs_are_taken_over_by_one_whose_first_look_shows_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_claims, "FIRST_LOOK", 2)
+    names = [f"{n:03d}" for n in range(10)]
+    make_queue(tmp_path, names)
+    dead, clock = Queue(tmp_path, "dead", EXPIRES), Clock()
+    while dead.take() is not None:
+        pass
+    other, claims = Queue(tmp_path, "other", EXPIRES, clock), list[Claim]()
+    for _ in range(int(2 * EXPIRES / 5)):
+        while (claim := other.take()) is not None:
+            claims.append(claim)
+            assert clock.now >= EXPIRES
+        assert all(claim.beat() for claim in claims)
+        clock.now += 5
+    assert sorted(claim.name for claim in claims) == names
+    assert {(claim.number, claim.lost) for claim in claims} == {(2, 1)}
 
 
 @pytest.mark.parametrize("skew", [0.0, -3e6, 3e6])
@@ -292,11 +342,21 @@ def test_a_run_that_no_worker_survives_has_failed(tmp_path):
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), skews=st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3))
-def test_whatever_workers_do_every_run_is_handed_over_once(tmp_path_factory, seed, skews):
+@given(
+    seed=st.integers(0, 2**32),
+    skews=st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3),
+    look=st.sampled_from([1, FIRST_LOOK]),
+)
+def test_whatever_workers_do_every_run_is_handed_over_once(tmp_path_factory, seed, skews, look):
     """Workers take runs, beat, stop for long, die, write where they have lost a run, and finish. In the end
     each result was written by all that had the run, one after another, and by no other."""
-    rng, root = random.Random(seed), tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_claims, "FIRST_LOOK", look)
+        hand_over_at_random(tmp_path_factory.mktemp("study"), seed, skews)
+
+
+def hand_over_at_random(root: Path, seed: int, skews: list[float]) -> None:
+    rng = random.Random(seed)
     queue = make_queue(root, ["a", "b", "c"])
     clocks = [Clock(skew) for skew in skews]
     workers = [worker(root, str(n), clock) for n, clock in enumerate(clocks)]

@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ BEATS = 6  # heartbeats within that time
 MOST_LOST = 5  # workers in a row that may vanish with one run before it counts as failed
 MOST_NEAR = 1024  # runs from which a worker picks the next one at random, where there are many
 MOST_MISSES = 32  # runs in a row found taken after which they are listed again
+MANY_MISSES = 8  # the same, but once the claim is made
+FIRST_LOOK = 512  # runs that a worker lists for its first claim: of thousands it lists the others after it
 RETRY = 10.0  # seconds in which the end of a claim is written again where the storage fails
 SIZE = 512  # bytes of a claim: always the same, so that a heartbeat is one write
 # Errors of shared storage that a later attempt may not meet.
@@ -139,6 +142,7 @@ class Queue:
         self.jobs, self.ended, self.work = (self.folder / name for name in ("jobs", "ended", ".work"))
         self.finished = self.folder / "finished"
         self._listed, self._changed = float("-inf"), 0  # when the runs were last listed; their folder's time
+        self._stale = True  # not all runs are listed, or many of those listed are taken
         self._fresh: list[str] = []  # those that may never have been taken, the next one last
         self._taken: dict[str, Sight] = {}  # the others
 
@@ -201,9 +205,26 @@ class Queue:
     def take(self) -> Claim | None:
         """Take a run that nobody has; None if there is none now. OSError if the storage fails."""
         now, pause = self.clock(), self.expires / BEATS
+        if not self._all_listed:
+            self._list_some()
         if not self._fresh:
             self._list(now, pause)
         return self._take_known(now, pause) or self._take_fresh(now) or self._take_known(now, pause)
+
+    def refresh(self) -> None:
+        """List the runs anew if the next claim needs it. Of thousands that takes longer than a claim, and a
+        worker has time for it once its run is started."""
+        if self._stale:
+            self._list(self.clock(), 0.0)
+
+    @property
+    def _all_listed(self) -> bool:
+        return self._listed > float("-inf")
+
+    def _list_some(self) -> None:
+        """List the runs that the folder names first, which of many runs are enough for a claim."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.jobs) as entries:
+            self._know(sorted(entry.name for entry in islice(entries, FIRST_LOOK)))
 
     def _list(self, now: float, pause: float) -> None:
         """List the runs, if there may be others than at the last time."""
@@ -212,9 +233,12 @@ class Queue:
         except FileNotFoundError:
             changed = 0
         if changed != self._changed or now - self._listed >= pause:
-            names, self._listed, self._changed = self.names(), now, changed
+            names, self._listed, self._changed, self._stale = self.names(), now, changed, False
             self._taken = {name: self._taken[name] for name in names if name in self._taken}
-            self._fresh = [name for name in reversed(names) if name not in self._taken]
+            self._know(names)
+
+    def _know(self, names: list[str]) -> None:
+        self._fresh = [name for name in reversed(names) if name not in self._taken]
 
     def _take_known(self, now: float, pause: float) -> Claim | None:
         due = [name for name, sight in self._taken.items() if now - sight.looked >= pause]
@@ -234,7 +258,8 @@ class Queue:
             if self.create(name, 1, "claim", 0):
                 return Claim(self, name, 1, 0)
             misses += 1
-            if misses == MOST_MISSES:  # others have been busy
+            self._stale = self._stale or misses == MANY_MISSES
+            if misses == MOST_MISSES or not (self._fresh or self._all_listed):  # others have been busy
                 self._list(now, 0.0)
         return None
 

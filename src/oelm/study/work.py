@@ -136,6 +136,7 @@ class Worker:
             if claim is None:
                 return
             self._start(claim)
+            self.queue.refresh()
 
     def _start(self, claim: Claim) -> None:
         try:
