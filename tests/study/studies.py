@@ -67,7 +67,7 @@ def start(
 
 def run(data: Path, out: Path, *more: str, cwd: Path | None = None) -> tuple[int, str]:
     process = start(data, out, *more, cwd=cwd)
-    text, _ = process.communicate(timeout=300)
+    text, _ = process.communicate(timeout=900)
     return process.returncode, text
 
 

@@ -53,7 +53,7 @@ def local(data: Path, out: Path, *more: str, cwd: Path | None = None) -> Path:
 
 
 def finished(study: "subprocess.Popen[str]", out: Path) -> str:
-    text, _ = study.communicate(timeout=300)
+    text, _ = study.communicate(timeout=900)
     logs = "\n".join(path.read_text() for path in (out / "log").glob("slurm-*.log"))
     assert study.returncode == 0, f"{text}\n{logs}"
     return logs
@@ -178,7 +178,7 @@ def test_cancelled_workers_save_their_runs_before_they_leave(data, tmp_path):
     done = CliRunner().invoke(app, ["cancel", str(out)])
     assert done.exit_code == 0, done.output
     assert [task.state for task in tasks(out) or ()] == ["COMPLETED"] * 2
-    text, _ = study.communicate(timeout=60)
+    text, _ = study.communicate(timeout=300)
     assert study.returncode == 75 and "stopped by oelm cancel" in text
     states = [state.event for _, state in Queue(out).states()]
     assert states == ["released"] * 2
@@ -196,7 +196,7 @@ def test_what_waits_is_shown_with_slurms_reason_and_can_be_cancelled(data, tmp_p
     assert all("queued, PENDING (BeginTime)" in run["reason"] for run in runs)
     done = CliRunner().invoke(app, ["cancel", str(out)])
     assert done.exit_code == 0, done.output
-    text, _ = study.communicate(timeout=60)
+    text, _ = study.communicate(timeout=300)
     assert study.returncode == 75 and "stopped by oelm cancel" in text
     wait_for(lambda: not any(task.live for task in tasks(out) or ()), 30)
 
@@ -225,7 +225,7 @@ def test_the_demo_gives_the_same_table_locally_with_workers_and_on_slurm(tmp_pat
     wait_for((shared / "study.toml").exists)
     worker = subprocess.run(
         [sys.executable, "-m", "oelm", "work", str(shared)], env=studies.environment(tmp_path / "cache"),
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert worker.returncode == 0, worker.stderr
     table = summary(analyse(alone), "en")

@@ -34,14 +34,14 @@ QUANTITIES = {
 }  # fmt: skip
 
 
+# Arms share the code of their blocks. And what was compiled for an earlier case is tuned for its sizes; found
+# in a cache it would slow this one.
+@torch.compiler.config.patch(recompile_limit=64, force_disable_caches=True)  # type: ignore[attr-defined]
 def run_bench(
     settings: Settings, device: torch.device, say: Callable[[str], None], json_file: Path | None
 ) -> dict[str, Any]:
     """Measure every case asked for. With `json_file` the record is written after each of them."""
     began = time.monotonic()
-    torch.compiler.config.recompile_limit = 64  # arms share the code of their blocks
-    # What was compiled for an earlier case is tuned for its sizes; found in a cache it would slow this one.
-    torch.compiler.config.force_disable_caches = True
 
     def time_left() -> bool:
         return settings.stop_after is None or time.monotonic() - began < settings.stop_after
