@@ -46,12 +46,11 @@ FITTED = {
     "efficiency on a GPU, with latency": [("h200-lm", "wikitext-2", "ours"), ("h200", "xnli", "ours")],
     "latency of a layer of BERT": [("h200-bert", "sst2", "ours")],
     "bytes per activation": [("h200-freezing", "classifier, T=512", "baseline")],
-    "efficiency on one and on two cores of a CPU": [("cpu-core", "sst2", "ours"), ("cpu", "sst2", "ours")],
+    "efficiency on a CPU": [("cpu", "sst2", "ours")],
 }
 # In the order of their parameters; layers and width are those of the model's size.
 RECORDS = {
-    "gpt-tiny with 4,096 tokens, classifier, 1 CPU core": ("cpu-core-1m", "sst2", "ours", 2, 128),
-    "gpt-tiny, classifier, 1 CPU core": ("cpu-core", "sst2", "ours", 2, 128),
+    "gpt-tiny with 4,096 tokens, classifier, 2 CPU cores": ("cpu-1m", "sst2", "ours", 2, 128),
     "gpt-tiny, classifier, 2 CPU cores": ("cpu", "sst2", "ours", 2, 128),
     "MiniLM's shape, classifier": ("h200-minilm", "sst2", "ours", 6, 384),
     "Medium-512, classifier of pairs": ("h200", "xnli", "ours", 6, 512),
@@ -78,7 +77,7 @@ class Measured:
     width: int
     step_s: float
     memory: int | None
-    cores: int = 0  # of a CPU; 0: on a GPU
+    cpu: bool = False
     bert: bool = False
     predicts_tokens: bool = False
 
@@ -89,7 +88,7 @@ class Measured:
 
     @property
     def update(self) -> float:
-        return 0.0 if self.cores else self.moments / 8 * ADAMW / MEMORY
+        return 0.0 if self.cpu else self.moments / 8 * ADAMW / MEMORY
 
     @property
     def logits(self) -> float:
@@ -102,12 +101,11 @@ def read(file: str, case_name: str, arm_name: str, layers: int, width: int) -> M
     record = json.loads((HERE / f"{file}.json").read_text())
     case = next(case for case in record["cases"] if case["name"] == case_name)
     arm = next(arm for arm in case["arms"] if arm["name"] == arm_name)
-    window, environment = arm["windows"][0], record["environment"]
-    cores = environment["cpu_threads"] if environment["device"] == "cpu" else 0
+    window, cpu = arm["windows"][0], record["environment"]["device"] == "cpu"
     return Measured(
         arm["parameters"], window["tokens"] / window["steps"], window["operations"] / window["steps"],
         case["matmul"]["operations_per_s"], arm["optimizer_bytes"], layers, width, arm["step_s"],
-        arm["peak_memory_bytes"], cores, file in BERTS, case["kind"] == "lm",
+        arm["peak_memory_bytes"], cpu, file in BERTS, case["kind"] == "lm",
     )  # fmt: skip
 
 
@@ -124,15 +122,15 @@ class Fit:
     """What was fitted, on the records of FITTED."""
 
     gpu: float  # share of the matrix product's rate
-    cpu: dict[int, float]  # the same on so many cores
+    cpu: float
     latency: float  # seconds per layer of the reference GPT, forward and backward
     bert_latency: float
     activation: float  # bytes per token, layer and unit of width
 
     def seconds(self, step: Measured) -> float:
         """Of one step on one device."""
-        if step.cores:
-            return step.compute / self.cpu[step.cores]
+        if step.cpu:
+            return step.compute / self.cpu
         latency = self.bert_latency if step.bert else self.latency
         return step.compute / self.gpu + step.layers * latency + step.update
 
@@ -148,13 +146,12 @@ def fit() -> Fit:
     both = used["efficiency on a GPU, with latency"]
     slopes = np.array([[step.compute, step.layers] for step in both])
     inverse, latency = np.linalg.solve(slopes, np.array([step.step_s - step.update for step in both]))
-    (bert,), (large,), cpus = (used[name] for name in [*FITTED][1:])
+    (bert,), (large,), (cpu,) = (used[name] for name in [*FITTED][1:])
     of_bert = (bert.step_s - bert.update - bert.compute * inverse) / bert.layers
     assert large.memory is not None
     activations = large.memory - HELD * large.parameters
     per_activation = activations / (large.tokens * large.layers * large.width)
-    on_cores = {step.cores: step.compute / step.step_s for step in cpus}
-    return Fit(1 / inverse, on_cores, latency, of_bert, per_activation)
+    return Fit(1 / inverse, cpu.compute / cpu.step_s, latency, of_bert, per_activation)
 
 
 def measured_table(fitted: Fit) -> str:
@@ -178,8 +175,8 @@ def measured_table(fitted: Fit) -> str:
     constants = (
         f"Fitted: {fitted.gpu:.0%} of the rate of a large matrix product and {fitted.latency * 1e6:.0f} µs "
         f"per layer (two records), {fitted.bert_latency * 1e6:.0f} µs per layer of BERT, "
-        f"{fitted.activation:.1f} bytes per token, layer and unit of width; of the CPU's rate "
-        f"{fitted.cpu[1]:.0%} on one core and {fitted.cpu[2]:.0%} on two."
+        f"{fitted.activation:.1f} bytes per token, layer and unit of width; on the CPU {fitted.cpu:.0%} of "
+        "the rate."
     ).replace("%", " %")
     return "\n".join(lines) + f"\n\n{constants}\n"
 
