@@ -118,7 +118,11 @@ RUN = {
         str, "Your own CSV, TSV, JSONL, Parquet or .txt file, a folder of .txt, a prepared dataset."
     ),
     **DATA,
-    "model": option(str, "gpt-tiny (default on a CPU), gpt-medium-512 (on a GPU), ..., a hub id, a folder."),
+    "model": option(
+        str,
+        "gpt-tiny (default on a CPU), gpt-medium-512 (on a GPU), ..., a hub id, a model's, run's or "
+        "study's folder.",
+    ),
     "epochs": option(float, "Passes over the training data; default: 3."),
     "steps": option(int, "Optimizer steps, instead of epochs."),
     "batch_size": option(int, "Texts or windows in a batch; default: 16."),
