@@ -67,7 +67,7 @@ def test_what_it_lacks_is_said(setting, before, tmp_path):
     config = setting.run_config(setting.any_cell)
     with pytest.raises(UserError, match="without a model of method oelm-random; it has baseline, oelm"):
         start_folder(replace(config, method=MethodConfig("oelm-random")))
-    with pytest.raises(UserError, match="has models of 2 seeds and these are 3; ask for --seeds 2"):
+    with pytest.raises(UserError, match="has models of this method for 2 of 3 seeds; ask for --seeds 2, or"):
         check_methods(prepare_settings(make_study(values(before, seeds=3))))
     (tmp_path / "study.toml").write_text("")
     with pytest.raises(UserError, match=r"let it finish, with --set study\.models=all"):
@@ -95,3 +95,14 @@ def test_a_study_goes_on_from_a_study(before):
     assert code == 0, text
     assert len(records(after)) == 4
     assert all(record["results"]["model"] == str(before) for record in records(after).values())
+
+
+def test_a_study_is_not_converted(before, tmp_path):
+    from typer.testing import CliRunner
+
+    from oelm.cli.main import app
+
+    done = CliRunner().invoke(app, ["convert", str(before), "--method", "oelm", "--out", str(tmp_path / "x")])
+    assert isinstance(done.exception, UserError) and "is a study; name one of the models in" in str(
+        done.exception
+    )

@@ -32,8 +32,10 @@ def convert(
     Example: oelm convert bert-base-uncased --method oelm --out bert-oelm
     """
     from oelm.models.folder import convert_checkpoint
-    from oelm.models.starts import model_folder
+    from oelm.models.starts import is_study, model_folder
 
+    if is_study(Path(model)):
+        raise UserError(f"{model} is a study; name one of the models in {model}/runs")
     chosen = _method(method, set_ or [])
     report = convert_checkpoint(model_folder(model), chosen, out, seed, tokenizer)
     if as_json:

@@ -91,7 +91,8 @@ def _check_starts(config: RunConfig, study: Study) -> None:
         seeds, wanted = len(starts_of(name, label)), study.looks[-1]
         if seeds < wanted:
             raise UserError(
-                f"{name} has models of {seeds} seeds and these are {wanted}; ask for --seeds {seeds}"
+                f"{name} has models of this method for {seeds} of {wanted} seeds; ask for --seeds {seeds}, "
+                "or make that study with more and study.models=all"
             )
 
 

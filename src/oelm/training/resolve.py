@@ -91,8 +91,7 @@ def resolve_run(
         warnings.append(unbalanced(store))
     if training.extended_from:
         warnings.append(notice("training.extended", ends=list(training.extended_from), steps=total))
-    start = Path(any_start(str(config.model.name)))
-    warnings += notes_on_start(start, objective.kind, config.task.max_length)
+    warnings += notes_on_start(str(config.model.name), objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
     noted = tuple(filter(None, warnings))
@@ -189,19 +188,20 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
 
 
-def notes_on_start(model: Path, kind: TaskKind, max_length: int) -> list[Notice]:
+def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[Notice]:
     """Warnings about the model that a run starts from, where that was trained by this package."""
+    model = Path(any_start(name))
     config = model / "config.json"
     values = read_object(config) if config.is_file() else {}
     notes: list[Notice] = []
     if values.get("model_type") != "oelm-gpt":
         return notes
     if "OelmGPTForCausalLM" in (values.get("architectures") or []) and not kind.stream:
-        notes.append(notice("training.was_causal", model=str(model)))
+        notes.append(notice("training.was_causal", model=name))
     if values.get("positions", "learned") == "learned" and (model.parent / "config.toml").is_file():
         seen = read_config(model.parent).task.max_length
         if seen < max_length:
-            values = {"model": str(model), "trained": seen, "max_length": max_length}
+            values = {"model": name, "trained": seen, "max_length": max_length}
             notes.append(notice("training.new_positions", **values))
     return notes
 
