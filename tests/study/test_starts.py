@@ -1,5 +1,6 @@
 """Runs that start from a study: each from its model of the same method and seed."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -75,8 +76,6 @@ def test_what_it_lacks_is_said(setting, before, tmp_path):
 
 
 def test_models_at_several_rates_are_not_chosen_from(before, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(before, copy)
     run = next((copy / "runs" / "made" / "oelm").glob("measured-*-s2-*"))
@@ -85,6 +84,16 @@ def test_models_at_several_rates_are_not_chosen_from(before, tmp_path):
     with pytest.raises(UserError, match=r"at several learning rates; make it with --set study\.measure=best"):
         starts_of(str(copy), "oelm")
     assert [start.seed for start in starts_of(str(copy), "baseline")] == [1, 2]
+
+
+def test_models_of_several_tasks_are_not_mixed(before, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(before, copy)
+    shutil.copytree(copy / "runs" / "made", copy / "runs" / "other")
+    with pytest.raises(
+        UserError, match="several models of oelm for one seed; start from a study of one task"
+    ):
+        starts_of(str(copy), "oelm")
 
 
 @pytest.mark.slow

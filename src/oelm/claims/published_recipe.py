@@ -24,7 +24,7 @@ def repeats_recipe(analysis: Analysis) -> bool:
 
 
 def recipe_sentences(analyses: Iterable[Analysis]) -> list[str]:
-    """For each setting that repeats a recipe: the difference as published, then with one habit changed."""
+    """For each setting that repeats a recipe: the difference as published, then those of other arms."""
     found = []
     for analysis in analyses:
         for group in analysis.groups if repeats_recipe(analysis) else ():
@@ -53,5 +53,5 @@ def _told(group: Group, known: list[Comparison]) -> list[str]:
     ]
     if others:
         parts = [f"`{c.method}` minus `{c.reference}` {difference(c)}" for c in others]
-        lines.append(f"With one habit changed: {'; '.join(parts)}.")
+        lines.append(f"Between other arms of the two methods: {'; '.join(parts)}.")
     return lines

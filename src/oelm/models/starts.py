@@ -67,6 +67,11 @@ def starts_of(name: str, method: str | None = None) -> list[Start]:
             f"model {name!r} is a study with models of {method} at several learning rates; make it with "
             "--set study.measure=best"
         )
+    if method and len({start.seed for start in of_method}) < len(of_method):
+        raise UserError(
+            f"model {name!r} is a study with several models of {method} for one seed; start from a study of "
+            "one task that has each method once"
+        )
     return sorted(of_method, key=lambda start: (start.method, start.seed))
 
 
