@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oelm.data import TASKS, Plan, Store, Windows, load_task, packed_batch, padded_batch, prepare
+from oelm.data import TASKS, Choice, Plan, Store, Windows, load_task, packed_batch, padded_batch, prepare
 from oelm.data.catalogue import HELD_OUT
 from oelm.data.checks import describe, render
 from oelm.data.dataset import Dataset
 from oelm.data.sources import HubSource
+from oelm.data.writer import copy_store
 from oelm.errors import UserError
 from tests.data.made import parquet, sentence, split_sizes
 
@@ -252,3 +253,22 @@ def test_the_catalogue_is_complete() -> None:
         assert task.hub is not None or task.name == "ptb-pos"
         assert (task.kind == "classification") <= bool(task.labels)
         assert (task.kind == "lm") <= (task.metric == "perplexity")
+
+
+def test_a_named_task_is_found_prepared_in_the_data_folder(tmp_path: Path) -> None:
+    """Without the original files, by the choices that it was prepared with and by no others."""
+    rng, raw, prepared = random.Random(0), tmp_path / "raw", tmp_path / "prepared"
+    for split in ("train", "test"):
+        texts = [sentence(rng) for _ in range(60)]
+        parquet(raw / "imdb" / f"{split}.parquet", text=texts, label=[0, 1] * 30)
+    options: dict[str, Any] = {"tokenizer": "train:300", "max_length": 16, "train_size": 20}
+    choice = Choice("imdb", data_dir=raw, **options)
+    whole = choice.store()
+    copy_store(whole, prepared / "any name", choice.named())
+
+    found = Choice("imdb", data_dir=prepared, **options).store()
+    assert found.folder == prepared / "any name"
+    assert found.fingerprint == whole.fingerprint
+    for other in ({"max_length": 32}, {"train_size": 30}, {"tokenizer": "train:400"}):
+        with pytest.raises(UserError, match="which is not there"):
+            Choice("imdb", data_dir=prepared, **options | other).store()

@@ -67,7 +67,7 @@ def prepare(
     hold_out: HoldOut = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also copy the prepared dataset here.", callback=options.new_folder),
+        typer.Option(help="Also copy the prepared dataset to this new folder.", callback=options.new_folder),
     ] = None,
     bins: Annotated[
         Path | None, typer.Option(help="Also write a corpus here as train.bin, val.bin and test.bin.")
@@ -91,7 +91,7 @@ def prepare(
     if bins is not None:
         write_bins(store, bins)
     if out is not None:
-        store = copy_store(store, out)
+        store = copy_store(store, out, choice.named())
     for warning in store.warnings:
         say(f"warning: {warning}", err=True)
     warnings = [warning.to_dict() for warning in store.warnings]

@@ -110,7 +110,9 @@ DATA = COLUMNS | {
     "tokenizer": option(
         str, "gpt2 (a task's default), a hub id, a folder, or train:8192 (a file's default)."
     ),
-    "data_dir": option(str, "Folder of NAME/SPLIT.parquet; default: OELM_DATA_DIR, or the hub."),
+    "data_dir": option(
+        str, "Folder of NAME/SPLIT.parquet, or of prepared tasks; default: OELM_DATA_DIR, or hub."
+    ),
 }
 # What one run and all runs of a study have.
 RUN = {

@@ -12,15 +12,15 @@ from oelm.data.catalogue import HELD_OUT, TASKS
 from oelm.data.dataset import SPLITS, Dataset, Part
 from oelm.data.documents import holds_texts
 from oelm.data.files import Chunk
-from oelm.data.manifest import digest
-from oelm.data.sources import load_file, load_task
+from oelm.data.manifest import MANIFEST, digest
+from oelm.data.sources import find_data_dir, load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.token_bins import holds_bins, prepare_bins
 from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
 from oelm.data.writer import cached_store, split_writers
 from oelm.errors import UserError
-from oelm.system.files import cache_dir, folder_name
+from oelm.system.files import cache_dir, folder_name, read_object
 from oelm.system.messages import notice
 from oelm.system.progress import Display
 
@@ -218,5 +218,35 @@ class Choice:
                 return prepare_bins(folder, self.tokenizer, self.max_length, cache)
             return open_store(folder)
         tokenizer = self.tokenizer or ("gpt2" if self.data in TASKS else "train:8192")
+        if (prepared := self._prepared(tokenizer)) is not None:
+            return prepared
         lengths: dict[str, Any] = {"max_length": self.max_length, "max_target_length": self.max_target_length}
         return prepare(self.load(), tokenizer=tokenizer, **lengths, cache=cache, show_progress=show_progress)
+
+    def named(self) -> dict[str, Any] | None:
+        """What decides the prepared dataset of a named task, besides its tokenizer; None for a file."""
+        if self.data not in TASKS:
+            return None
+        names = ("data", "train_on", "train_size", "hold_out", "max_length", "max_target_length")
+        return {name: getattr(self, name) for name in names}
+
+    def _prepared(self, tokenizer: str) -> Store | None:
+        """A dataset in the data folder that `oelm data prepare --out` made of this choice, where the original
+        files are not: training then needs neither them nor a network."""
+        wanted, root = self.named(), find_data_dir(self.data_dir)
+        if wanted is None or root is None or any((root / TASKS[self.data].folder).glob("*.parquet")):
+            return None
+        for path in sorted(root.glob(f"*/{MANIFEST}")):
+            meta = read_object(path)
+            if meta.get("prepared_as") == wanted and _same_tokenizer(meta["tokenizer"], tokenizer):
+                return open_store(path.parent)
+        return None
+
+
+def _same_tokenizer(recorded: dict[str, Any], name: str) -> bool:
+    """Whether a dataset was prepared with this tokenizer, perhaps from a folder that lay elsewhere."""
+    if recorded["name"] == name or trained_size(name):
+        return bool(recorded["name"] == name)
+    with contextlib.suppress(UserError):
+        return bool(recorded["digest"] == tokenizer_digest(load_tokenizer(name)))
+    return False

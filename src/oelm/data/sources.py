@@ -44,7 +44,11 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
     if data_dir is not None:
         if paths := split_files(data_dir, task, split):
             return ParquetSource(*paths)
-        raise UserError(f"{task.name} needs {data_dir / task.folder / split}.parquet, which is not there")
+        path = data_dir / task.folder / f"{split}.parquet"
+        raise UserError(
+            f"{task.name} needs {path}, which is not there, and no dataset in {data_dir} was prepared with "
+            "these settings"
+        )
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
     if not (online := hub_reachable()):

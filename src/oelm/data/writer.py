@@ -151,14 +151,18 @@ def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
         return None, error.notice
 
 
-def copy_store(store: Store, folder: Path) -> Store:
-    """A copy of a store in a folder of the user's, which must not exist yet."""
+def copy_store(store: Store, folder: Path, task: dict[str, Any] | None = None) -> Store:
+    """A copy of a store in a folder of the user's, which must not exist yet. Its manifest keeps `task`, the
+    choice by which a named task finds it again."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder_beside(folder) as beside:
             shutil.copytree(store.folder, beside, dirs_exist_ok=True)
+            if task is not None:
+                meta = {key: value for key, value in store.meta.items() if key not in ("checksums", "digest")}
+                write_json(beside / MANIFEST, seal(meta | {"prepared_as": task}, beside))
             beside.rename(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
