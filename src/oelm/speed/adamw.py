@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from oelm.data.assemble import pinned
 from oelm.speed.capabilities import runs
-from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
+from oelm.system.private_torch import (
+    copy_all_,
+    count_all_,
+    divide_gradients_in_step,
+    divisor_of,
+    fault_of,
+    fused_adamw_,
+)
 
 try:
     from oelm.speed.kernels import adamw_triton
@@ -30,6 +37,13 @@ CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones
 
 def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
     return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
+
+
+def can_be_on_a_cpu(weights: Iterable[Tensor]) -> bool:
+    """Whether `CpuAdamW` can have these: not parts of weights that several processes share."""
+    return all(
+        w.device.type == "cpu" and w.dtype == torch.float32 and type(w) is nn.Parameter for w in weights
+    )
 
 
 def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
@@ -58,6 +72,33 @@ def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a weight before its first step."""
     moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": weight.new_zeros((), dtype=torch.float32), **moments}
+
+
+class CpuAdamW(torch.optim.AdamW):
+    """PyTorch's fused step for float32 weights on a CPU, by the same operation, without what else it does at
+    every step: for a small model that takes as long as a layer."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is None
+        if fault_of(self):
+            return
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            states = [self.state[weight] for weight in weights]
+            for weight, state in zip(weights, states, strict=True):
+                if not state:
+                    state |= fresh_state(weight)
+            means, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            count_all_(steps)
+            beta1, beta2 = group["betas"]
+            fused_adamw_(
+                weights, [weight.grad for weight in weights], means, squares, steps,
+                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+                eps=group["eps"], grad_scale=divisor_of(self),
+            )  # fmt: skip
 
 
 class RecordableAdamW(torch.optim.AdamW):
@@ -195,4 +236,4 @@ def coast(
     settings = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": eps}
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
         for count, rate in zip(counts, rates, strict=True):
-            fused_adamw_(w, nothing[: len(w)], m, v, count, lr=rate, **settings)
+            fused_adamw_([w], [nothing[: len(w)]], [m], [v], [count], lr=rate, **settings)
