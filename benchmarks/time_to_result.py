@@ -2,13 +2,15 @@
 
     python benchmarks/time_to_result.py --data prepared/imdb --json benchmarks/h200-time.json
     python benchmarks/time_to_result.py --data prepared/imdb --jobs 1,4,8,16 --leave-out train,trainer
+    python benchmarks/time_to_result.py --data prepared/imdb --jobs auto --leave-out train,trainer \
+      --lrs 3e-5,1e-4,3e-4,1e-3,3e-3 --runs 20      # a fair study: 30 trials, 10 measured runs of each method
 
 Both train the same size on the same prepared token arrays for the same epochs, choose the best epoch on
 validation and test it once (benchmarks/plain_trainer.py), each as a process of its own, timed from its start
 until its results.json is written; one that takes longer than `--most` is stopped, and the record says so.
 `cold`: no compiled kernel (an empty TRITON_CACHE_DIR) and no trivial baselines are there yet; `warm`: those
 of the cold run are. Rounds of warm runs and of the Trainer's take turns. `--jobs`: a study, once for each
-number of runs side by side.
+number of runs side by side (auto: the study's own choice); with `--out` its folder is kept.
 """
 
 import argparse
@@ -82,17 +84,20 @@ def run_arms(asked: argparse.Namespace, work: Path, record: dict[str, Any]) -> N
 
     layers, width, heads, _ = SIZES[asked.size]
     data, env = work / "data", {"TRITON_CACHE_DIR": str(work / "triton")}
-    epochs = ["--epochs", str(asked.epochs)]
+    epochs = ["--epochs", str(asked.epochs), "--set", "training.eval_every=0"]  # as the Trainer's script
     oelm = [sys.executable, "-m", "oelm", "train", "--data", str(data), "--model", asked.size]
     trainer = [sys.executable, str(ROOT / "benchmarks" / "plain_trainer.py"), str(data)]
     size = [f"--layers={layers}", f"--width={width}", f"--heads={heads}"]
     arms: dict[str, tuple[list[str], Callable[[Path, float], dict[str, Any]]]] = {
         "cold": ([*oelm, *epochs, "--out", "OUT"], our_run),
         "warm": ([*oelm, *epochs, "--out", "OUT"], our_run),
-        "trainer": ([*trainer, "OUT", *size, *epochs], trainer_run),
+        "trainer": ([*trainer, "OUT", *size, *epochs[:2]], trainer_run),
     }
     left_out = {"cold", "warm"} if "train" in asked.leave_out else set()
-    rounds = ["cold", *["warm", "trainer"] * asked.rounds]
+    peers = asked.rounds if asked.trainer_rounds is None else asked.trainer_rounds
+    rounds = ["cold"]
+    for number in range(max(asked.rounds, peers)):
+        rounds += ["warm"] * (number < asked.rounds) + ["trainer"] * (number < peers)
     for number, arm in enumerate(rounds):
         if arm in left_out or arm in asked.leave_out:
             continue
@@ -114,15 +119,21 @@ def run_arms(asked: argparse.Namespace, work: Path, record: dict[str, Any]) -> N
 
 def run_studies(asked: argparse.Namespace, work: Path, record: dict[str, Any]) -> None:
     data, env = work / "data", {"TRITON_CACHE_DIR": str(work / "triton")}
+    seeds = asked.runs // len(asked.methods.split(","))
     for jobs in asked.jobs:
-        out = work / f"study-{jobs}"
+        out = (asked.out or work) / f"study-{jobs}"
         command = [sys.executable, "-m", "oelm", "study", "--data", str(data), "--model", asked.size]
-        command += ["--methods", "baseline,oelm", "--lrs", "3e-4", "--seeds", str(asked.runs // 2)]
-        command += ["--epochs", str(asked.epochs), "--set", "study.widen=0", "--set", f"study.jobs={jobs}"]
+        command += ["--methods", asked.methods, "--lrs", asked.lrs, "--seeds", str(seeds)]
+        # Exactly so many runs, whatever the results: no near-ties, no wider grid. An evaluation an epoch.
+        keys = ["study.measure=best", "study.widen=0", "training.eval_every=0", "training.batch_size=16"]
+        keys += [] if jobs == "auto" else [f"study.jobs={jobs}"]
+        command += ["--epochs", str(asked.epochs), *(word for key in keys for word in ("--set", key))]
         _, seconds = timed([*command, "--out", str(out)], work / f"study-{jobs}.log", env)
         made = len([*out.glob("runs/*/*/*/results.json")])
         row = {
             "jobs": jobs,
+            "methods": asked.methods,
+            "lrs": asked.lrs,
             "runs": made,
             "seconds": round(seconds, 1),
             "per_run_s": round(seconds / made, 2),
@@ -190,13 +201,17 @@ def main() -> None:
     parser.add_argument("--size", default="gpt-medium-512")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of a warm run and a Trainer's")
+    parser.add_argument("--trainer-rounds", type=int, help="of the Trainer's, where they are others")
     parser.add_argument("--most", type=float, help="seconds after which a command is stopped")
     parser.add_argument("--leave-out", default="", help="of train, trainer, cold, warm; by commas")
     parser.add_argument("--jobs", default="", help="runs side by side of a study, by commas; default: none")
     parser.add_argument("--runs", type=int, default=16, help="measured runs of a study")
+    parser.add_argument("--methods", default="baseline,oelm", help="of a study")
+    parser.add_argument("--lrs", default="3e-4", help="of a study; of several, three trials each come first")
+    parser.add_argument("--out", type=Path, help="keep the studies in this folder")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    asked.jobs = [int(number) for number in asked.jobs.split(",") if number]
+    asked.jobs = [word if word == "auto" else int(word) for word in asked.jobs.split(",") if word]
     asked.leave_out = set(asked.leave_out.split(","))
     command = " ".join(["python benchmarks/time_to_result.py", *sys.argv[1:]]).replace(
         f"{asked.data}", "DATA"
