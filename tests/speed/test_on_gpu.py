@@ -251,6 +251,38 @@ def test_every_stage_of_a_schedule_is_recorded_anew(monkeypatch, deterministic):
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
+def test_a_step_that_cannot_be_recorded_leaves_nothing_behind():
+    """Dropout draws as it would have, and what is met later is recorded."""
+    from oelm.data.assemble import Batch
+    from oelm.speed.cuda_graphs import GraphedStep
+
+    scale, waits = torch.ones((), device="cuda"), 0
+
+    def compute(batch):
+        nonlocal waits
+        drawn = F.dropout(batch.inputs["x"], 0.5)
+        if drawn.numel() == 2048 and waits < 2:  # a model that waits for the device, as no graph can
+            waits += 1
+            drawn.sum().item()
+        return drawn.sum() * scale
+
+    def finish():
+        return torch.zeros((), device="cuda")
+
+    step = GraphedStep(compute, finish, lambda: None, scale, True, [])
+    losses = []
+    for number, size in enumerate([1024, 512, 512, 2048, 512, 2048, 512, 2048, 256, 256]):
+        torch.cuda.manual_seed(number)
+        loss = float(step.backward(Batch(None, {"x": torch.ones(size)}, {}, size), 1.0))
+        torch.cuda.manual_seed(number)
+        losses.append((loss, float(F.dropout(torch.ones(size, device="cuda"), 0.5).sum())))
+    assert [ours for ours, _ in losses] == [right for _, right in losses]
+    assert waits == 2 and not step.failed
+    assert {key[0][1] for key in step.graphs} == {(512,), (2048,), (256,)}
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # the allocator takes part in other recordings, too
+        torch.ones(4096, device="cuda").mul_(2)
+
+
 def test_gradients_of_the_fast_step_err_no_more_than_those_of_the_plain_one():
     """Both are bf16; the right ones are those of float32."""
     found = []

@@ -291,6 +291,19 @@ def test_a_fused_optimizer_does_not_step_after_a_fault():
     assert torch.equal(stepped(no_fault), stepped(lambda *_: None))
 
 
+def test_a_recording_that_failed_leaves_nothing_behind():
+    """What is called is there in every build; the rest shows on a GPU, and in tests/speed/test_on_gpu.py."""
+    assert "_cuda_endAllocateToPool" in vars(torch._C)
+    generator = torch.Generator()
+    assert callable(generator.graphsafe_set_state) and callable(generator.clone_state)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(7)
+        drawn = torch.rand(3, device="cuda")
+        torch.cuda.manual_seed(7)
+        private_torch.end_failed_recording(torch.device("cuda"), torch.cuda.graph_pool_handle())
+        assert torch.equal(drawn, torch.rand(3, device="cuda"))
+
+
 def test_a_layer_is_copied_with_another_weight():
     layer = nn.Linear(3, 2)
     before = layer.weight.detach().clone()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.data.assemble import Batch, pinned
+from oelm.system.private_torch import end_failed_recording
 
 MOST_GRAPHS = 48  # shapes; further ones are computed without a graph
 
@@ -25,8 +26,8 @@ class GraphedStep:
     `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm;
     `follow` runs outside the graph: it refreshes the bf16 copies where weights were changed, e.g. by loading.
     The first shape of all is computed as usual when it is met, which lets kernels compile themselves and the
-    optimizer make its state. Every other one is recorded at once, or, where that fails because a kernel has
-    to be loaded first, computed as usual and recorded when it is met again.
+    optimizer make its state. Every other one is recorded at once, or, where that fails, computed as usual and
+    recorded when it is met again.
     """
 
     compute: Callable[[Batch], Tensor]
@@ -91,16 +92,25 @@ class GraphedStep:
         before = [parameter.grad for parameter in self.parameters]
         try:
             graph = torch.cuda.CUDAGraph()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self.pool):
+            # "relaxed": a kernel that is met for the first time may be loaded meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
                 result = work()
-            self.pool = self.pool or graph.pool()
             return graph, result
         except RuntimeError as error:
             self.failed = str(error).strip().splitlines()[0]
             for parameter, grad in zip(self.parameters, before, strict=True):
                 parameter.grad = grad
+            self._forget()
             return None
+
+    def _forget(self) -> None:
+        """After a recording that failed: the graphs there are draw from a random number generator that is
+        given up with it, so they are recorded again."""
+        if self.pool is not None:
+            end_failed_recording(self.scale.device, self.pool)
+        self.graphs, self.end, self.pool = {}, None, None
 
 
 def shapes_of(batch: Batch) -> tuple[Any, ...]:

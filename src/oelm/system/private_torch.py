@@ -1,5 +1,6 @@
 """The private and unstable parts of PyTorch that this package uses, each behind a function with a test."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -48,6 +49,17 @@ def fused_adamw_(
 def count_all_(numbers: list[Tensor]) -> None:
     """Add one to every number, in place."""
     torch._foreach_add_(numbers, 1)
+
+
+def end_failed_recording(device: torch.device, pool: Any) -> None:
+    """After a CUDA graph whose recording failed, the allocator and the random number generator of its device
+    go on as if it were still recorded: later recordings into this memory pool fail, and so does dropout. End
+    both. Graphs that were recorded before draw from a generator that nobody seeds any more."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it had not begun
+        torch._C._cuda_endAllocateToPool(index, pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:

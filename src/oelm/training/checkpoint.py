@@ -73,6 +73,14 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) ->
     return parameters, moments
 
 
+def first_not_finite(model: nn.Module) -> str | None:
+    """The name of the first parameter that holds infinities or NaN; of a sharded model, in this process's
+    rows. Looked for on the device: a CPU takes as long for it as for copying all of them."""
+    held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    finite = torch.stack([value.detach().isfinite().all() for value in held.values()]).tolist()
+    return next((name for name, fine in zip(held, finite, strict=True) if not fine), None)
+
+
 def full_state(model: nn.Module, keep: bool = True) -> Tensors:
     """The state dict as a whole model would give it; what is tied stays one tensor. Every process must ask;
     one that does not `keep` it gets an empty one, and holds one whole tensor at a time."""

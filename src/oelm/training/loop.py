@@ -24,7 +24,7 @@ from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
-from oelm.training.checkpoint import Checkpoint, full_state
+from oelm.training.checkpoint import Checkpoint, first_not_finite, full_state
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
@@ -307,7 +307,7 @@ def _capture(run: Run) -> Checkpoint:
     audit(run.step.raw, run.before)
     model, moments = run.step.capture()
     # The step before may have had a finite gradient and still thrown the weights out of range.
-    bad = next((name for name, value in model.items() if not value.isfinite().all()), None)
+    bad = first_not_finite(run.step.raw)
     spoilt = next(filter(None, parallel.everyone(bad, run.state)), None)
     if spoilt is not None:
         values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
