@@ -287,3 +287,19 @@ def test_runs_at_near_tied_rates_are_used_and_shown(tmp_path):
     last = out / "runs" / "1" / "measured-lr0.001-s5"
     write_json(last / "results.json", json.loads((last / "results.json").read_text()) | DIVERGED)
     assert analyse(out).comparisons[0].collapsed  # at any of the rates
+
+
+def test_near_tied_rates_without_runs_are_missing_runs_and_nothing_else(tmp_path):
+    """Not runs without item scores, and not as few pairs as the best rates have."""
+    out = make_study(tmp_path / "s", lrs=[3e-4, 1e-3])
+    study = StudyFolder(out).read().to_dict()
+    study["study"] |= {"measure": "all", "widen": 0}
+    write_text(out / "study.toml", to_toml(study))
+    for seed in range(1, 4):
+        copy_run(out / "runs" / f"measured-lr0.001-s{seed}", "oelm", "imdb", 1e-3, seed, 0.8 + 0.01 * seed)
+    settle(out)
+    analysis = analyse(out)
+    (comparison,) = analysis.comparisons
+    assert len(comparison.seeds) == 5 and comparison.pairs == 0 and comparison.verdict == "void"
+    assert set(comparison.problems) == {"unfinished", "few_seeds"}
+    assert "0 pairs of seeds are too few" in as_plain(analysis)["answer"][0]

@@ -12,7 +12,7 @@ from oelm.claims.data import Claim, ClaimPart, Interval, Sentence, join, sentenc
 from oelm.config import SUFFIXES
 from oelm.data.catalogue import TASKS
 from oelm.models.gpt_sizes import PRESETS
-from oelm.study.analysis import find_problems, pair_runs, table_of
+from oelm.study.analysis import find_problems, near_tied_pairs, table_of
 from oelm.study.decide import combine
 from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
@@ -265,15 +265,17 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     part, arms = claim.parts[part_name], (group.arms[claim.method], group.arms[name])
     if control:
         part = replace(part, within=part.control_margin)
-    pairs = pair_runs(*(arm.records for arm in arms))
-    scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in pairs)
-    ties = [(a, b) for a in arms[0].by_lr for b in arms[1].by_lr]
-    tables = [table for a, b in ties if (table := table_of(group, pair_runs(a, b))) is not None]
+    ties = near_tied_pairs(*arms)
+    scores = tuple((_score(part.measure, a), _score(part.measure, b)) for a, b in ties[0])
+    tables = [table for tie in ties if (table := table_of(group, tie)) is not None]
     codes = find_problems(*arms, analysis.study, analysis.planned)
-    if scores and len(tables) < len(ties):
-        codes, tables = (*codes, "no_items"), []
+    if len(tables) < sum(map(bool, ties)):
+        codes = (*codes, "no_items")
+    if len(tables) < len(ties):
+        tables = []
     names = {arm.method: arm for arm in reversed(arms)}
-    problems = [data.format_problems(explain_problems(codes, names, len(scores), analysis.planned))]
+    pairs = min(map(len, ties))
+    problems = [data.format_problems(explain_problems(codes, names, pairs, analysis.planned))]
     if not {"unevaluated", "other_rates"} & set(codes):  # these say it already
         problems += [text for text in (rates_problem(setting, arms),) if text]
     problem = join([text for text in problems if text[0]], ("; ", "；"))

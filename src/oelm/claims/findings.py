@@ -65,11 +65,11 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
         "curves": rates,
         "folder": path.stem,
         "comparisons": [row for analysis in planned for row in _comparison_rows(analysis, path)],
-        "linear": [row for analysis in planned for row in _linear_rows(analysis)],
+        "linear": _distinct(row for analysis in planned for row in _linear_rows(analysis)),
         "recipe": recipe_sentences(planned),
         "language": table_rows(language),
         "language_answer": sentences(language),
-        "robustness": [row for analysis in planned for row in _robustness_rows(analysis)],
+        "robustness": _distinct(row for analysis in planned for row in _robustness_rows(analysis)),
         "benchmarks": sorted(benchmark.name for benchmark in given.benchmarks),
     }
     template = (files("oelm.claims") / "findings.md.j2").read_text(encoding="utf-8")
@@ -167,6 +167,11 @@ def _claim_row(verdict: Verdict) -> dict[str, Any]:
         "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": number,
         "n": n or numbers.NOTHING, "why": verdict.why,
     }  # fmt: skip
+
+
+def _distinct(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+    """Each row once: studies may share the runs of an arm."""
+    return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
 
 
 def _word(comparison: Comparison) -> str:

@@ -227,14 +227,14 @@ def _compare(
         group.points(run.test) - group.points(reference_run.test)  # type: ignore[arg-type]
         for run, reference_run in pairs
     )
-    ties = [(a, b) for a in arm.by_lr for b in other.by_lr]
-    tables = [table_of(group, pair_runs(a, b)) for a, b in ties]
+    ties = near_tied_pairs(arm, other)
+    tables = [table_of(group, tie) for tie in ties]
     looks = len(study.looks) if study else 1
     level = 1 - decide.LEVEL / looks
     intervals: list[Overall] = [overall(*table, level=level) for table in tables if table is not None]
     bound = group.bound(margin)
     problems = find_problems(arm, other, study, planned)
-    if seeds and len(intervals) < len(ties):
+    if any(tie and table is None for tie, table in zip(ties, tables, strict=True)):
         problems = (*problems, "no_items")
     return Comparison(
         group, method, reference, margin, seeds, differences,
@@ -243,6 +243,7 @@ def _compare(
         by_seeds=statistics.interval(differences) if seeds else None,
         by_items=by_items(*tables[0]) if tables[0] is not None else None,
         problems=problems,
+        pairs=min(map(len, ties)),
     )  # fmt: skip
 
 
@@ -273,6 +274,11 @@ def _values(metric: str, run: Record, finished: Record | None) -> ItemValues | N
     return item_values(metric, arrays)
 
 
+def near_tied_pairs(arm: ArmResult, other: ArmResult) -> list[list[tuple[Record, Record]]]:
+    """`pair_runs` at every combination of the arms' near-tied learning rates, their best ones first."""
+    return [pair_runs(runs, others) for runs in arm.by_lr for others in other.by_lr]
+
+
 def pair_runs(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
     """The runs that share a seed and their arithmetic, in the order of the seeds. The score of a run that
     diverged is a trivial baseline's, whatever its arithmetic was."""
@@ -293,9 +299,8 @@ def find_problems(
 ) -> tuple[str, ...]:
     """Why no conclusion may be drawn from two arms, one of so many comparisons: codes of PROBLEMS."""
     arms = (arm, reference_arm)
-    ties = [(a, b) for a in arm.by_lr for b in reference_arm.by_lr]
-    same_seed = min(len(_same_seed(*tie)) for tie in ties)
-    pairs = min(len(pair_runs(*tie)) for tie in ties)
+    same_seed = min(len(_same_seed(a, b)) for a in arm.by_lr for b in reference_arm.by_lr)
+    pairs = min(map(len, near_tied_pairs(*arms)))
     planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
     lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
     failed = any(r.failed_by_method and not r.stand_in for r in lost)

@@ -189,6 +189,7 @@ class Comparison:
     by_seeds: statistics.Interval | None
     by_items: statistics.Interval | None
     problems: tuple[str, ...]  # codes of PROBLEMS: why no conclusion may be drawn
+    pairs: int  # of seeds, at the near-tied learning rates that have the fewest
     p_holm: float | None = None  # of a difference, within the family of all planned comparisons
     margin_p_holm: float | None = None  # of a difference within the margin, in a family of its own
 

@@ -101,8 +101,8 @@ def problems(view: View, *comparisons: Comparison) -> list[Notice]:
         for arm in (c.reference_arm, c.arm)
     }
     codes = dict.fromkeys(code for c in comparisons for code in c.problems)
-    seeds = min(len(c.seeds) for c in comparisons)
-    return explain_problems(codes, arms, seeds, view.analysis.planned)
+    pairs = min(c.pairs for c in comparisons)
+    return explain_problems(codes, arms, pairs, view.analysis.planned)
 
 
 def _difference(view: View, comparison: Comparison) -> str:
