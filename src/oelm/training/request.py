@@ -116,9 +116,8 @@ def run_training(
     heard: Callback,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Prepare the data (one process does, the others wait), then train: what results.json says, and where."""
-    from oelm.system.startup import wake_gpu, without_collection
+    from oelm.system.startup import without_collection
 
-    wake_gpu()  # before torch is imported
     with without_collection():
         from oelm.method import Method
         from oelm.training.folder import read_config
