@@ -22,7 +22,7 @@ from oelm.speed.operations import have_kernels, without_kernels
 from oelm.speed.pretrained import PackedForward, why_not
 from oelm.speed.row_windows import RowWindows, make_windows
 from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
-from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
+from oelm.training.checkpoint import Checkpoint, Short, Tensors
 from oelm.training.parallel import DTYPES
 from oelm.training.schedule import learning_rate, make_optimizer, parameter_scales, shrinkage
 from oelm.training.step import PlainStep, Watch
@@ -221,16 +221,13 @@ class FastStep(PlainStep):
         if self.windows is not None:
             self.windows.fold()
 
-    def capture(self) -> tuple[Tensors, Tensors]:
-        self.sync()
-        return capture(self.raw, self.optimizer, live_weights(self.raw))
+    def _short(self) -> Short:
+        return live_weights(self.raw)
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
-        live = live_weights(self.raw)
-        for embedding in live.values():
+        for embedding in live_weights(self.raw).values():
             embedding.close()
-        restore(checkpoint, self.raw, self.optimizer if moments else None, live)
-        self._restore_frozen(checkpoint)
+        super().restore(checkpoint, moments)
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         model, moments = self.capture()

@@ -18,7 +18,7 @@ import functools
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,8 @@ FILES = (MODEL, OPTIMIZER, STATE)
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 64 << 20  # bytes that must stay free beside a checkpoint: the records of the run
 
+ROOM = 8  # times as much must be free on a GPU as is held there
+
 Tensors = dict[str, Tensor]
 # By the name of their weights, embeddings whose parameter holds only the rows in use, as
 # `speed.live_rows.LiveEmbedding` does; a checkpoint holds all rows.
@@ -60,37 +62,59 @@ class Checkpoint:
     rows: Rows = field(default_factory=dict)  # of a sharded model: which of them these are
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) -> tuple[Tensors, Tensors]:
+class Held(Mapping[str, Tensor]):
+    """Copies of tensors, by name, on the device that has them. Of an embedding of which only some rows train
+    all rows are put together when it is asked for."""
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
+        self.copies: dict[str, tuple[Tensor, Any, Tensor | None]] = {}
+
+    def keep(self, name: str, tensor: Tensor, rows: Any, aside: Tensor | None = None) -> None:
+        if isinstance(tensor, DTensor) or self.on_cpu:
+            copy = local(tensor)
+        else:
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.copies[name] = copy, rows if copy.dim() else None, aside
+
+    def __getitem__(self, name: str) -> Tensor:
+        copy, rows, aside = self.copies[name]
+        return rows.widened(copy, aside) if rows else copy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copies)
+
+    def __len__(self) -> int:
+        return len(self.copies)
+
+
+def hold(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) -> tuple[Held, Held]:
     """Every parameter, and every moment of those that have any, by name. Of a sharded model, the rows that
-    this process holds."""
-    parameters, moments = {}, {}
-    for name, parameter in model.named_parameters():
-        value, rows = local(parameter), short.get(name)
-        parameters[name] = rows.widened(value, rows.aside) if rows else value
-        for key, moment in optimizer.state.get(parameter, {}).items():
-            value = local(torch.as_tensor(moment))
-            moments[f"{name}/{key}"] = rows.widened(value) if rows and value.dim() else value
-    return parameters, moments
+    this process holds. They stay on a GPU that has room: to copy them to the CPU takes as long as hundreds
+    of small steps."""
+    parameters = dict(model.named_parameters())
+    states = {
+        f"{name}/{key}": (name, torch.as_tensor(moment))
+        for name, parameter in parameters.items()
+        for key, moment in optimizer.state.get(parameter, {}).items()
+    }
+    tensors = [*parameters.values(), *(moment for _, moment in states.values())]
+    device = tensors[0].device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    on_cpu = free is not None and free < ROOM * sum(tensor.nbytes for tensor in tensors)
+    weights, moments = Held(on_cpu), Held(on_cpu)
+    for name, parameter in parameters.items():
+        rows = short.get(name)
+        weights.keep(name, parameter, rows, rows.aside if rows else None)
+    for key, (name, moment) in states.items():
+        moments.keep(key, moment, short.get(name))
+    return weights, moments
 
 
-def first_not_finite(model: nn.Module) -> str | None:
-    """The name of the first parameter that holds infinities or NaN; of a sharded model, in this process's
-    rows. Looked for on the device: a CPU takes as long for it as for copying all of them."""
-    held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    finite = torch.stack([value.detach().isfinite().all() for value in held.values()]).tolist()
-    return next((name for name, fine in zip(held, finite, strict=True) if not fine), None)
-
-
-def full_state(model: nn.Module, keep: bool = True) -> Tensors:
-    """The state dict as a whole model would give it; what is tied stays one tensor. Every process must ask;
-    one that does not `keep` it gets an empty one, and holds one whole tensor at a time."""
-    values = model.state_dict(keep_vars=True)
-    tensors: dict[int, Tensor] = {}
-    for value in {id(v): v for v in values.values()}.values():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            tensors[id(value)] = full.detach().to("cpu", copy=True).contiguous()
-    return {name: tensors[id(value)] for name, value in values.items()} if keep else {}
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, short: Short) -> tuple[Tensors, Tensors]:
+    """As `hold`, whole and on the CPU."""
+    weights, moments = hold(model, optimizer, short)
+    return {k: v.to("cpu") for k, v in weights.items()}, {k: v.to("cpu") for k, v in moments.items()}
 
 
 def restore(

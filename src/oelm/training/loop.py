@@ -24,7 +24,7 @@ from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
-from oelm.training.checkpoint import Checkpoint, first_not_finite, full_state
+from oelm.training.checkpoint import Checkpoint
 from oelm.training.evaluate import evaluate
 from oelm.training.failure import explained
 from oelm.training.folder import RunFolder
@@ -32,7 +32,7 @@ from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
 from oelm.training.run import Run, fall_back, start_run
 from oelm.training.schedule import learning_rate
-from oelm.training.shards import rows_of
+from oelm.training.shards import first_not_finite, full_state, rows_of
 from oelm.training.step_clock import StepClock
 from oelm.training.stopping import stopping
 
@@ -305,7 +305,7 @@ def _capture(run: Run) -> Checkpoint:
     """Audit, then take all that a checkpoint holds: of a sharded model, this process's part. Every process
     takes part."""
     audit(run.step.raw, run.before)
-    model, moments = run.step.capture()
+    model, moments = run.step.hold()
     # The step before may have had a finite gradient and still thrown the weights out of range.
     bad = first_not_finite(run.step.raw)
     spoilt = next(filter(None, parallel.everyone(bad, run.state)), None)

@@ -61,6 +61,26 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach().to("cpu", copy=True).contiguous()
 
 
+def full_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The state dict as a whole model would give it; what is tied stays one tensor. Every process must ask;
+    one that does not `keep` it gets an empty one, and holds one whole tensor at a time."""
+    values = model.state_dict(keep_vars=True)
+    tensors: dict[int, Tensor] = {}
+    for value in {id(v): v for v in values.values()}.values():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            tensors[id(value)] = full.detach().to("cpu", copy=True).contiguous()
+    return {name: tensors[id(value)] for name, value in values.items()} if keep else {}
+
+
+def first_not_finite(model: nn.Module) -> str | None:
+    """The name of the first parameter that holds infinities or NaN; of a sharded model, in this process's
+    rows. Looked for on the device: a CPU takes as long for it as for copying all of them."""
+    held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    finite = torch.stack([value.detach().isfinite().all() for value in held.values()]).tolist()
+    return next((name for name, fine in zip(held, finite, strict=True) if not fine), None)
+
+
 def write_shards(
     folder: Path, number: int, of: int, kinds: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], rows: Rows
 ) -> dict[str, str]:

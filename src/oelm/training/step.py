@@ -18,7 +18,7 @@ from oelm.data.assemble import Batch, Layout
 from oelm.data.tasks.base import Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
-from oelm.training.checkpoint import Checkpoint, Tensors, capture, restore
+from oelm.training.checkpoint import Checkpoint, Held, Short, Tensors, capture, hold, restore
 from oelm.training.freezing import Freezing
 from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate
@@ -119,11 +119,21 @@ class PlainStep:
     def sync(self) -> None:
         """Let the model's weights be up to date: before they are evaluated or saved."""
 
+    def hold(self) -> tuple[Held, Held]:
+        """The weights and moments as they are now, for a checkpoint."""
+        self.sync()
+        return hold(self.raw, self.optimizer, self._short())
+
     def capture(self) -> tuple[Tensors, Tensors]:
-        return capture(self.raw, self.optimizer, {})
+        self.sync()
+        return capture(self.raw, self.optimizer, self._short())
+
+    def _short(self) -> Short:
+        """Embeddings of which only some rows train."""
+        return {}
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
-        restore(checkpoint, self.raw, self.optimizer if moments else None, {})
+        restore(checkpoint, self.raw, self.optimizer if moments else None, self._short())
         self._restore_frozen(checkpoint)
 
     def _restore_frozen(self, checkpoint: Checkpoint) -> None:
