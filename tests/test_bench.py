@@ -95,6 +95,22 @@ def test_every_work_is_in_the_record_with_all_that_is_promised(
             assert arm["peak_memory_bytes"] is None  # not separable on a CPU
 
 
+def test_large_models_are_measured_at_doubled_lengths_with_and_without_checkpointing(tmp_path: Path) -> None:
+    made = tmp_path / "b.json"
+    result = bench(*TINY, "--work", "large", "--max-length", "64", "--rounds", "1", "--json", str(made))
+    assert result.exit_code == 0, result.output
+    found = json.loads(made.read_text())["cases"]
+    names = [f"language model, T={length}{how}" for length in (64, 128) for how in ("", ", checkpointed")]
+    assert [case["name"] for case in found] == names  # a window of 256 does not fit 128 tokens
+    assert [case["checkpointing"] for case in found] == [False, True] * 2
+    assert [case["batch_size"] for case in found] == [2, 2, 1, 1]
+    for case in found:
+        assert [(arm["name"], arm["failed"]) for arm in case["arms"]] == [("baseline", None), ("oelm", None)]
+        saved = 2 * 2 * 128 * 128 * 3 * 4  # two layers' Q and K: gradients and two moments
+        assert case["savings"][0]["held_bytes_saved"] == saved
+        assert case["arms"][0]["operations_per_s"] > 0
+
+
 @pytest.mark.slow
 def test_freezing_is_measured_in_both_kinds_of_work_and_in_other_models(
     done: tuple[dict[str, Any], str, Path], tmp_path: Path

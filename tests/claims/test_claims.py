@@ -493,6 +493,9 @@ def test_c2_needs_rounds_and_the_published_shape():
     none = verdicts(tuned(pairs(0)))["C2"]
     assert none.verdict == "not decided" and "separate runs decide nothing" in none.why
     other = (benchmark(5, size="gpt-tiny"), benchmark(5, length=2048), benchmark(5, size=BERT, length=512))
+    recomputed = benchmark(5)
+    recomputed.record["cases"][0]["checkpointing"] = True
+    other = (*other, recomputed)
     assert verdicts([], other)["C2"].details == ()
     with pytest.raises(UserError, match=r"lm\.json is damaged"):
         verdicts([], (Benchmark("lm.json", {"settings": {"size": MEDIUM}, "cases": [{"kind": "lm"}]}),))

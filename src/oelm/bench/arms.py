@@ -47,8 +47,9 @@ class Ours(TrainingArm):
     def __init__(self, case: Case, method: str) -> None:
         state, store = process_state(), case.store
         training = TrainingConfig(
-            steps=10**9, batch_size=case.batch_size, warmup=0, schedule="constant", lr=1e-4
-        )
+            steps=10**9, batch_size=case.batch_size, warmup=0, schedule="constant", lr=1e-4,
+            gradient_checkpointing=case.checkpointing,
+        )  # fmt: skip
         config = RunConfig(
             task=TaskConfig(max_length=case.length),
             model=ModelConfig(name=case.size),

@@ -17,6 +17,9 @@ from oelm.models.gpt_sizes import PRESETS, size_name
 
 WORKS = ("classification", "lm", "freezing")  # of the reference GPT: what "all" stands for
 OTHERS = ("freezing", "pretrained")  # of other models
+KNOWN = (*WORKS, "large", "pretrained")
+SAVINGS = ("freezing", "large")  # of these, methods are compared with one another
+DOUBLINGS = 4  # lengths of the work "large", from `max_length` on
 METHODS = ("baseline", "oelm", "oelm-value-only")
 ARMS = (
     "ours", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
@@ -43,10 +46,10 @@ class Settings:
     stop_after: float | None
 
     def __post_init__(self) -> None:
-        known, gpt = (*WORKS, OTHERS[-1]), size_name(self.size) in PRESETS
-        if not self.work or not set(self.work) <= set(known):
+        gpt = size_name(self.size) in PRESETS
+        if not self.work or not set(self.work) <= set(KNOWN):
             raise UserError(
-                f"--work {','.join(self.work)}: no such work; there are {', '.join(known)} and all"
+                f"--work {','.join(self.work)}: no such work; there are {', '.join(KNOWN)} and all"
             )
         if gpt and "pretrained" in self.work:
             raise UserError("--work pretrained needs a model's folder: --size my-bert")
@@ -78,7 +81,10 @@ def make_cases(settings: Settings, device: torch.device) -> Iterator[Case]:
             raise UserError(f"{folder} is for {store.kind}; the benchmark knows classification and lm")
     for work in settings.work:
         for name, store, batch, length in _DATA[work](settings, stores):
-            yield Case(work, name, store, settings.size, batch, length, device)
+            case = Case(work, name, store, settings.size, batch, length, device)
+            yield case
+            if work == "large":
+                yield replace(case, name=f"{name}, checkpointed", checkpointing=True)
 
 
 # The name, the texts, the batch size and the longest text of each case.
@@ -122,10 +128,20 @@ def _freezing(settings: Settings, stores: list[Store]) -> Data:
             yield f"language model, T={length}", stream, batch, length
 
 
+def _large(settings: Settings, stores: list[Store]) -> Data:
+    """Language models whose windows double in length, as many tokens to a step, while a window fits."""
+    for doubling in range(DOUBLINGS):
+        length = settings.max_length << doubling
+        if settings.tokens_per_step >= length:
+            for _, stream, batch, _ in _language(replace(settings, max_length=length), stores):
+                yield f"language model, T={length}", stream, batch, length
+
+
 _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
     "classification": _classification,
     "lm": _language,
     "freezing": _freezing,
+    "large": _large,
     "pretrained": _classification,
 }
 
@@ -137,8 +153,10 @@ def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
         "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
         "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
     }
-    if case.work == "freezing":
-        methods = METHODS if case.model["architecture"] == "gpt" else METHODS[:2]  # one is for our GPT alone
+    if case.work in SAVINGS:
+        # The third is for our GPT alone; and of a large model no more than two are in memory at a time.
+        every = case.model["architecture"] == "gpt" and case.work != "large"
+        methods = METHODS if every else METHODS[:2]
         arms = {method: partial(Ours, case, method) for method in methods}
     elif case.work == "pretrained":
         arms |= {"oelm": partial(Ours, case, "oelm"), **trainers}

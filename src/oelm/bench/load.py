@@ -32,6 +32,7 @@ class Case:
     batch_size: int
     length: int
     device: torch.device
+    checkpointing: bool = False  # activations are computed again where they are needed
 
     @cached_property
     def config(self) -> OelmGPTConfig:

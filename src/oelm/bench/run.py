@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.compiler.config
 
-from oelm.bench.cases import Maker, Settings, arms_of, make_cases
+from oelm.bench.cases import SAVINGS, Maker, Settings, arms_of, make_cases
 from oelm.bench.load import Case
 from oelm.bench.measure import ArmMeasurement, Window, measure, omitted_product, square_product
 from oelm.bench.show import SCHEMA
@@ -31,6 +31,7 @@ RATES: dict[str, Callable[[Window], float]] = {
 # What a case's arms are compared by.
 QUANTITIES = {
     "classification": "texts_per_s", "pretrained": "texts_per_s", "lm": "tokens_per_s", "freezing": "step_s",
+    "large": "step_s",
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def run_bench(
             break
         say(f"{case.work}: {case.name}, {case.batch_size} texts of up to {case.length} tokens a step")
         products: dict[str, Maker] = {PEAK: partial(square_product, device)}
-        if case.work == "freezing":
+        if case.work in SAVINGS:
             sizes = case.config.num_layers, case.config.d_model, case.batch_size * case.length
             pooled = case.store.kind == "classification" and case.model["architecture"] == "gpt"
             products[OMITTED] = partial(omitted_product, device, *sizes, pooled=pooled)
@@ -90,12 +91,13 @@ def case_record(case: Case, arms: list[str], measured: dict[str, ArmMeasurement]
         "model": case.model,
         "batch_size": case.batch_size,
         "length": case.length,
+        "checkpointing": case.checkpointing,
         "data": case.store.fingerprint,
         "matmul": {"about": measured[PEAK].about, "operations_per_s": peak},
         "arms": [_arm_record(measured[name], peak) for name in arms],
         "ratios": _ratios(QUANTITIES[case.work], arms, measured),
     }
-    if case.work == "freezing":
+    if case.work in SAVINGS:
         record["savings"] = _savings(arms, measured)
     return record
 

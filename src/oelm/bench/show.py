@@ -126,7 +126,7 @@ def draw_chart(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for case in sorted(record["cases"], key=lambda case: case["work"] == "freezing"):
+    for case in sorted(record["cases"], key=lambda case: "savings" in case):
         for entry in case["ratios"]:
             times = entry["quantity"] == "step_s"
             title = "step time, as a share of the baseline's" if times else "times as fast as the peer"

@@ -20,7 +20,9 @@ def _default(name: str) -> str:
 
 
 SETTINGS = {
-    "work": option(str, "classification, lm, freezing, all of these, or pretrained.", default="all"),
+    "work": option(
+        str, "classification, lm, freezing, all of these; or large, or pretrained.", default="all"
+    ),
     "size": option(str, "gpt-tiny, gpt-medium-512, ...; a model's folder for freezing and pretrained."),
     "data": option(list[str], "A prepared folder (oelm data prepare); may be repeated."),
     "batch_size": option(int, "Texts in a step of classification.", default=16, min=1),
