@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from oelm.config import RunConfig, make_config
 from oelm.data import open_store
 from oelm.models import initial_values
 from oelm.models.build import build_model
-from oelm.models.gpt import OelmGPTForSequenceClassification
+from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
+from oelm.models.gpt_config import gpt_config
 from oelm.models.gpt_sizes import SIZES
 from oelm.models.initial_values import drawn_ahead
 from tests.training.runs import Machine
@@ -55,3 +57,37 @@ def test_a_large_model_is_drawn_ahead_in_part(machine: Machine, monkeypatch: pyt
     with drawn_ahead(config_of(machine.store)):
         assert 0 < len(initial_values._AHEAD) <= 10
     assert not initial_values._AHEAD
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_a_large_model_is_drawn_by_several_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """The same weights; each is drawn once, few before they are asked for, and none stays behind."""
+    config, waiting, drawn = gpt_config("gpt-tiny", vocab_size=300, num_layers=6), [], []
+    alone = OelmGPTForCausalLM(config).state_dict()
+    draw, value = initial_values._draw, initial_values.initial_value
+    monkeypatch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
+
+    def asked_for(*asked: Any) -> Any:
+        waiting.append(len(initial_values._AHEAD))
+        return value(*asked)
+
+    monkeypatch.setattr("oelm.models.gpt.initial_value", asked_for)
+    monkeypatch.setattr(initial_values, "LARGE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    together = OelmGPTForCausalLM(config).state_dict()
+    assert all(torch.equal(value, together[name]) for name, value in alone.items())
+    assert len(drawn) == len(set(drawn)) == 2 + 6 * 6 + 1  # the tied head draws its own before it is tied
+    assert 0 < max(waiting) <= 2 * threads
+    assert not initial_values._AHEAD and not initial_values._LATER
+
+
+def test_what_fails_in_a_thread_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*asked: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(initial_values, "LARGE", 1)
+    monkeypatch.setattr(initial_values, "_draw", fails)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(MemoryError, match="no room"):
+        OelmGPTForCausalLM(gpt_config("gpt-tiny", vocab_size=300))
+    assert not initial_values._AHEAD and not initial_values._LATER

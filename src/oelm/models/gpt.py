@@ -34,7 +34,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.gpt_block import Block, attention_mask_of, rotation_of
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.models.initial_values import initial_value
+from oelm.models.initial_values import drawn_together, initial_value
 from oelm.models.lm_loss import causal_lm_loss, shifted
 from oelm.models.pretrained import check_files
 from oelm.system.private_transformers import is_default_causal_lm_loss, is_loaded
@@ -87,7 +87,12 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         self.h = nn.ModuleList([Block(config, i) for i in range(config.num_layers)])
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.causal = True
-        self.post_init()
+        named = () if self.wte.weight.is_meta else self.named_parameters()
+        asked = [
+            (config.init_seed, name, tuple(p.shape), config.num_heads) for name, p in named if p.dim() > 1
+        ]
+        with drawn_together(asked, torch.get_num_threads()):
+            self.post_init()
         # A config that names a method is honoured when a model is built from it. While `from_pretrained`
         # builds one on the meta device there is nothing to convert yet; it refreezes after loading.
         if config.oelm and not self.wte.weight.is_meta:

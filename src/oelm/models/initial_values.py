@@ -1,15 +1,17 @@
 """How the weights of the reference GPT start, each drawn by a generator of its own: gpt.py has the table.
 
 None depends on another, so a run whose shapes are known early has them drawn by a thread while Python imports
-torch and transformers. What is drawn is the same either way.
+torch and transformers, and a large model by several threads. What is drawn is the same either way.
 """
 
 import contextlib
 import json
 import math
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +23,44 @@ from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 Array = np.ndarray
 Asked = tuple[int, str, tuple[int, ...], int]  # the arguments of `initial_value`
 MOST_AHEAD = 1 << 28  # numbers: 1 GiB of a model that is not built yet
+LARGE = 1 << 26  # numbers that take one thread half a second
 _AHEAD: dict[Asked, "Future[Array]"] = {}
+_LATER: deque[Callable[[], None]] = deque()  # each starts to draw one more
 
 
 def initial_value(seed: int, name: str, shape: tuple[int, ...], heads: int) -> Array:
     """The first value of a weight, by its name in `OelmGPTModel`. Q and K are drawn head by head, the same
     draws as blocks of the kind "normal", in float64."""
     drawn = _AHEAD.pop((seed, name, shape, heads), None)
-    return _draw(seed, name, shape, heads) if drawn is None else drawn.result()
+    if drawn is None:
+        return _draw(seed, name, shape, heads)
+    if _LATER:
+        _LATER.popleft()()
+    return drawn.result()
+
+
+@contextlib.contextmanager
+def drawn_together(asked: Iterable[Asked], threads: int) -> Iterator[None]:
+    """Draw the weights of a large model by so many threads, a few of them before it asks for them, in this
+    order."""
+    left = [key for key in asked if key not in _AHEAD]
+    if threads < 2 or sum(math.prod(shape) for _, _, shape, _ in left) < LARGE:
+        yield
+        return
+
+    def draw(key: Asked) -> None:
+        _AHEAD[key] = pool.submit(_draw, *key)
+
+    with ThreadPoolExecutor(threads) as pool:
+        _LATER.extend(partial(draw, key) for key in left)
+        for _ in range(min(2 * threads, len(left))):
+            _LATER.popleft()()
+        try:
+            yield
+        finally:
+            _LATER.clear()
+            for key in left:
+                _AHEAD.pop(key, None)
 
 
 @contextlib.contextmanager
