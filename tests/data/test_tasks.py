@@ -1,6 +1,7 @@
 """The catalogue: the real sets where they are, and every other schema on files made here."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from oelm.data.catalogue import HELD_OUT
 from oelm.data.checks import describe, render
 from oelm.data.dataset import Dataset
 from oelm.data.sources import HubSource
+from oelm.data.tokenizer import load_tokenizer, train_tokenizer
 from oelm.data.writer import copy_store
 from oelm.errors import UserError
 from tests.data.made import parquet, sentence, split_sizes
@@ -272,3 +274,27 @@ def test_a_named_task_is_found_prepared_in_the_data_folder(tmp_path: Path) -> No
     for other in ({"max_length": 32}, {"train_size": 30}, {"tokenizer": "train:400"}):
         with pytest.raises(UserError, match="which is not there"):
             Choice("imdb", data_dir=prepared, **options | other).store()
+
+
+def test_a_tokenizer_in_another_folder_finds_what_was_prepared_with_it(tmp_path: Path) -> None:
+    """Its files may say where it cuts and how it pads, as those of sentence-transformers do."""
+    rng, raw = random.Random(0), tmp_path / "raw"
+    texts = [sentence(rng) for _ in range(60)]
+    for split in ("train", "test"):
+        parquet(raw / "imdb" / f"{split}.parquet", text=texts, label=[0, 1] * 30)
+    for place, size in (("here", 300), ("there", 300), ("other", 320)):
+        tokenizer = train_tokenizer(texts, size)
+        tokenizer.backend_tokenizer.enable_truncation(8)
+        tokenizer.backend_tokenizer.enable_padding(length=8)
+        tokenizer.save_pretrained(tmp_path / place)
+    assert load_tokenizer(str(tmp_path / "there")).backend_tokenizer.truncation is not None
+    choice = Choice("imdb", data_dir=raw, tokenizer=str(tmp_path / "here"), max_length=16)
+    whole = choice.store()
+    prepared = copy_store(whole, tmp_path / "prepared" / "imdb", choice.named())
+    shutil.rmtree(tmp_path / "here")
+
+    wanted = {"data_dir": prepared.folder.parent, "max_length": 16}
+    for tokenizer in (tmp_path / "there", prepared.folder / "tokenizer"):
+        assert Choice("imdb", tokenizer=str(tokenizer), **wanted).store().fingerprint == whole.fingerprint
+    with pytest.raises(UserError, match="which is not there"):
+        Choice("imdb", tokenizer=str(tmp_path / "other"), **wanted).store()

@@ -8,6 +8,7 @@ from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.decide import fewest_seeds
 from oelm.study.design import make_study, read_study, shipped_studies
+from oelm.study.request import plan_study
 
 FILE = """
 title = "two tasks"
@@ -37,6 +38,24 @@ def test_a_file_becomes_a_study_and_comes_back(tmp_path):
     (tmp_path / "again.toml").write_text(to_toml(study.to_dict()))
     again = make_study(read_study(str(tmp_path / "again.toml")))
     assert again.to_dict() == study.to_dict()
+
+
+def test_options_and_the_tables_of_single_tasks(tmp_path, capsys):
+    """An option is for the tasks that say nothing themselves, which is noted; --set changes a task's table,
+    and there too epochs replace steps."""
+    (tmp_path / "s.toml").write_text(FILE)
+    name, out = str(tmp_path / "s.toml"), tmp_path / "out"
+    kept, _ = plan_study(name, out, {"epochs": 1.0, "max_length": 64}, {})
+    assert [kept.task_config(task).training.steps for task in ("imdb", "sst2")] == [10, None]
+    assert [kept.task_config(task).task.max_length for task in ("imdb", "sst2")] == [64, 64]
+    note = "note: imdb keeps steps 10, which this study sets for it alone; "
+    assert capsys.readouterr().err == f"{note}--set per_task.imdb.training.epochs=... changes it\n"
+    changed, _ = plan_study(name, out, {"epochs": 1.0}, {}, ["per_task.imdb.training.epochs=4"])
+    assert [changed.task_config(task).training.epochs for task in ("imdb", "sst2")] == [4, 1]
+    assert changed.task_config("imdb").training.steps is None
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"per_task\.imdb must be a table"):
+        plan_study(name, out, {}, {}, ["per_task.imdb=3"])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from oelm.config import read_toml, to_toml
 from oelm.errors import UserError
 from oelm.study.analysis import analyse
-from oelm.study.publish import cut_path, publish
-from oelm.study.records import find_records
+from oelm.study.publish import publish
+from oelm.study.records import cut_path, find_records
 from oelm.study.report import as_plain
 from oelm.system.files import write_json, write_text
 from oelm.training.predictions import write_predictions

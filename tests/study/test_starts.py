@@ -7,13 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oelm.config import MethodConfig
+from oelm.config import MethodConfig, ModelConfig
 from oelm.errors import UserError
 from oelm.models.build import build_model
 from oelm.models.starts import any_start, start_folder, starts_of
 from oelm.study.conduct import check_methods, prepare_settings
 from oelm.study.design import make_study
+from oelm.study.folder import StudyFolder
 from oelm.study.matrix import Cell
+from oelm.study.publish import publish
+from oelm.study.records import read_record
+from oelm.training.loop import train
 from tests.study.studies import make_file, records, run
 
 
@@ -75,6 +79,26 @@ def test_what_it_lacks_is_said(setting, before, tmp_path):
         any_start(str(tmp_path))
 
 
+def test_seeds_without_a_model_of_their_own_are_refused(before, tmp_path, monkeypatch):
+    """Where the runs of some seeds were imported, which brings no models, other seeds do not stand in."""
+    monkeypatch.setenv("OELM_CACHE_DIR", str(before.parent / "cache"))
+    copy = tmp_path / "copy"
+    shutil.copytree(before, copy)
+    wanted = values(before) | {"model": {"name": str(copy)}}
+    shutil.rmtree(next((copy / "runs" / "made" / "oelm").glob("measured-*-s1-*")) / "model")
+    (setting,) = prepare_settings(make_study(wanted))
+    assert "-s2-" in start_folder(setting.run_config(Cell("oelm", 1e-3, 2, False)))
+    for seeds in (1, 2):
+        study = make_study(wanted | {"study": wanted["study"] | {"seeds": seeds}})
+        why = rf"has models of this method for {seeds - 1} of {seeds} seeds; make the others in that study"
+        with pytest.raises(UserError, match=why):
+            check_methods(prepare_settings(study))
+    for model in copy.glob("runs/*/*/measured-*/model"):
+        shutil.rmtree(model)
+    with pytest.raises(UserError, match="whose runs have no models, as records that were imported: delete"):
+        any_start(str(copy))
+
+
 def test_models_at_several_rates_are_not_chosen_from(before, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(before, copy)
@@ -94,6 +118,25 @@ def test_models_of_several_tasks_are_not_mixed(before, tmp_path):
         UserError, match="several models of oelm for one seed; start from a study of one task"
     ):
         starts_of(str(copy), "oelm")
+
+
+def test_published_records_come_in_under_the_folder_of_their_model(before, setting, tmp_path):
+    """Publishing cuts the model's path to its name; the study that starts from that folder has them done."""
+    assert str(before) != before.name
+    cells = [Cell(method, 1e-3, 1, True) for method in ("baseline", "oelm")]
+    for cell in cells:
+        train(setting.run_config(cell), setting.store, setting.folder(tmp_path / "made", cell), show=False)
+    publish(tmp_path / "made", tmp_path / "published")
+    study = StudyFolder(tmp_path / "study")
+    assert study.import_records(tmp_path / "published", [setting]) == (2, {})
+    assert study.import_records(tmp_path / "made", [setting]) == (0, {"there already": 2})
+    for cell in cells:
+        record = read_record(setting.folder(study.path, cell))
+        assert record.identity == setting.identity(cell)
+        assert record.config.model.name == record.results["model"] == str(before)
+    other = replace(setting, config=replace(setting.config, model=ModelConfig(str(before.parent))))
+    left_out = {"of another configuration, data or numerics version": 2}
+    assert study.import_records(tmp_path / "published", [other]) == (0, left_out)
 
 
 @pytest.mark.slow

@@ -17,7 +17,14 @@ from oelm.data.sources import find_data_dir, load_file, load_task
 from oelm.data.store import Store, open_store
 from oelm.data.tasks import task_kind
 from oelm.data.token_bins import holds_bins, prepare_bins
-from oelm.data.tokenizer import load_tokenizer, pad_id, tokenizer_digest, train_tokenizer, trained_size
+from oelm.data.tokenizer import (
+    encoding_digest,
+    load_tokenizer,
+    pad_id,
+    tokenizer_digest,
+    train_tokenizer,
+    trained_size,
+)
 from oelm.data.writer import cached_store, split_writers
 from oelm.errors import UserError
 from oelm.system.files import cache_dir, folder_name, read_object
@@ -149,7 +156,7 @@ def _manifest(
             "name": name,
             "vocab_size": len(tokenizer),
             "pad_id": pad_id(tokenizer),
-            "digest": tokenizer_digest(tokenizer),
+            "digest": encoding_digest(tokenizer),
         },
         "splits": splits,
         "dropped": dataset.dropped,
@@ -248,5 +255,5 @@ def _same_tokenizer(recorded: dict[str, Any], name: str) -> bool:
     if recorded["name"] == name or trained_size(name):
         return bool(recorded["name"] == name)
     with contextlib.suppress(UserError):
-        return bool(recorded["digest"] == tokenizer_digest(load_tokenizer(name)))
+        return bool(recorded["digest"] == encoding_digest(load_tokenizer(name)))
     return False

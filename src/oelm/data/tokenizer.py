@@ -104,6 +104,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def encoding_digest(tokenizer: Any) -> str:
+    """What tells two tokenizers apart that encode texts differently. Where a tokenizer cuts and how it pads,
+    which its files may say, is set here, as an Encoder does."""
+    _read_texts_only(tokenizer.backend_tokenizer)
+    return tokenizer_digest(tokenizer)
+
+
 def pad_id(tokenizer: Any) -> int:
     """The number padding is written with; masked everywhere, so any token serves where none is named."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
@@ -124,6 +131,18 @@ def _target_template(tokenizer: Any) -> tuple[list[int], list[int]]:
     whole = tokenizer(text_target="a")["input_ids"]
     start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
     return whole[:start], whole[start + len(text) :] or [boundary_id(tokenizer)]
+
+
+def _read_texts_only(backend: Any) -> Any:
+    """The backend, set to read special tokens as text, to cut nothing and to pad nothing. What is set so
+    already is left alone: nothing may be set while another thread encodes."""
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if not backend.encode_special_tokens:
+        backend.encode_special_tokens = True
+    return backend
 
 
 class Encoder:
@@ -160,15 +179,7 @@ class Encoder:
         return single, pair, bool(pair[1]) and two.type_ids[second[0]] == 1
 
     def _text_only(self) -> Any:
-        """The backend, set to read special tokens as text, to cut nothing and to pad nothing. What is set so
-        already is left alone: nothing may be set while another thread encodes."""
-        if self._backend.padding is not None:
-            self._backend.no_padding()
-        if self._backend.truncation is not None:
-            self._backend.no_truncation()
-        if not self._backend.encode_special_tokens:
-            self._backend.encode_special_tokens = True
-        return self._backend
+        return _read_texts_only(self._backend)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Token numbers of each text, nothing added, nothing cut."""

@@ -36,13 +36,14 @@ def model_folder(name: str) -> str:
 
 def start_folder(config: RunConfig) -> str:
     """The folder, hub id or size that this run starts from. Of a study: its model of the same method and
-    seed; a seed that it lacks, such as a trial's, takes turns with those it has."""
+    seed; a trial, whose seed it lacks, takes turns with those it has."""
     name = str(config.model.name)
     if not is_study(Path(name)):
         return name
     method = Method.from_dict(config.method.overrides()).name
-    starts = starts_of(name, method)
-    return starts[(config.training.seed - 1) % len(starts)].folder
+    starts, seed = starts_of(name, method), config.training.seed
+    of_seed = (start for start in starts if start.seed == seed)
+    return next(of_seed, starts[(seed - 1) % len(starts)]).folder
 
 
 def any_start(name: str) -> str:
@@ -52,7 +53,13 @@ def any_start(name: str) -> str:
 
 def starts_of(name: str, method: str | None = None) -> list[Start]:
     """The models of a study's measured runs by seed, perhaps of one method; at least one."""
-    found = [_read(folder.parent) for folder in sorted(Path(name).glob("runs/*/*/measured-*/model"))]
+    measured = sorted(Path(name).glob("runs/*/*/measured-*"))
+    found = [_read(run) for run in measured if (run / "model").is_dir()]
+    if not found and any((run / "results.json").is_file() for run in measured):
+        raise UserError(
+            f"model {name!r} is a study whose runs have no models, as records that were imported: delete the "
+            "folders of its measured runs and make them again, with --set study.models=all"
+        )
     if not found:
         raise UserError(
             f"model {name!r} is a study without models to start from: let it finish, with "

@@ -18,7 +18,7 @@ from oelm.method import Method
 from oelm.models.build import build_model
 from oelm.models.starts import is_study, starts_of
 from oelm.study.analysis import analyse, settled
-from oelm.study.design import Study
+from oelm.study.design import FIRST_SEED, Study
 from oelm.study.estimate import evaluations, measure_pace, span
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
@@ -83,16 +83,19 @@ def check_methods(settings: list[Setting]) -> None:
 
 
 def _check_starts(config: RunConfig, study: Study) -> None:
-    """Refuse a study whose seeds would share models of the study that they start from: they would vary less
-    than they seem to."""
+    """Refuse a study with seeds that have no model of their own in the study that they start from: they would
+    share those of others, and vary less than they seem to."""
     name = str(config.model.name)
     if is_study(Path(name)):
         label = Method.from_dict(config.method.overrides()).name
-        seeds, wanted = len(starts_of(name, label)), study.looks[-1]
-        if seeds < wanted:
+        last = range(FIRST_SEED, FIRST_SEED + study.looks[-1])
+        missing = [*{*last} - {start.seed for start in starts_of(name, label)}]
+        if missing:
+            fewer = min(missing) - FIRST_SEED
             raise UserError(
-                f"{name} has models of this method for {seeds} of {wanted} seeds; ask for --seeds {seeds}, "
-                "or make that study with more and study.models=all"
+                f"{name} has models of this method for {len(last) - len(missing)} of {len(last)} seeds; "
+                f"{f'ask for --seeds {fewer}, or ' * bool(fewer)}make the others in that study, with "
+                "study.models=all (records that were imported have no models)"
             )
 
 

@@ -14,7 +14,16 @@ from oelm.models.gpt_sizes import numerics_of
 from oelm.study.design import Study, make_study
 from oelm.study.matrix import Cell, Matrix, Scores
 from oelm.study.record_checks import type_problem
-from oelm.study.records import FILES, Identity, Record, digest, find_records, identity_values, read_record
+from oelm.study.records import (
+    FILES,
+    Identity,
+    Record,
+    cut_path,
+    digest,
+    find_records,
+    identity_values,
+    read_record,
+)
 from oelm.system import files
 from oelm.system.messages import Notice
 from oelm.training.folder import difference
@@ -73,13 +82,16 @@ class Setting:
         setting, values = self._values[kind]
         return Identity(setting, digest(values | {"lr": cell.lr, "seed": cell.seed})[:16])
 
-    def fits(self, record: Record) -> bool:
-        """Whether a record, perhaps of another machine, is of this setting; precision "auto" accepts any."""
-        precision = record.results.get("precision", self.precision)
+    def own(self, record: Record) -> Record | None:
+        """A record, perhaps of another machine, as it is in this setting; None if it is of another one.
+        Precision "auto" accepts any, and a published record names its model's folder without the path."""
+        precision, name = record.results.get("precision", self.precision), str(self.config.model.name)
         if self.config.training.precision not in ("auto", precision):
-            return False
+            return None
+        if record.config.model.name == cut_path(name) != name:
+            record = record.of_model(name)
         seen = record.seen_by(self.study.differs_in)
-        return replace(self, precision=precision).key == seen.identity.setting
+        return seen if replace(self, precision=precision).key == seen.identity.setting else None
 
     @property
     def key(self) -> str:
@@ -231,16 +243,17 @@ class StudyFolder:
         imported, refused, keys = 0, Counter[str](), set()
         damaged: list[Notice] = []
         for record in find_records(source, damaged, follow=False):
-            setting = next((s for s in settings if s.fits(record)), None)
+            found = next(((own, s.task) for s in settings if (own := s.own(record)) is not None), None)
             if not record.evaluated:
                 refused[f"{record.results['status']}"] += 1
-            elif setting is None:
+            elif found is None:
                 refused["of another configuration, data or numerics version"] += 1
             else:
-                record = record.seen_by(setting.study.differs_in)
-                keys.add(record.identity.setting)
+                own, task = found
+                keys.add(own.identity.setting)
                 try:
-                    copied = self._copy(record, run_folder(setting.task, record.cell, record.identity.key))
+                    renamed = own.config != record.config
+                    copied = self._copy(own, run_folder(task, own.cell, own.identity.key), renamed)
                 except UserError as error:
                     damaged.append(error.notice)
                     continue
@@ -253,8 +266,9 @@ class StudyFolder:
         self.write(imported=sorted({*self._read().get("imported", []), *keys}))
         return imported, {reason: count for reason, count in refused.items() if count}
 
-    def _copy(self, record: Record, name: Path) -> bool:
-        """Copy a whole record into the study's folder, or nothing; False if the run is there already."""
+    def _copy(self, record: Record, name: Path, renamed: bool) -> bool:
+        """Copy a whole record into the study's folder, or nothing; False if the run is there already.
+        `renamed`: its model has another name here."""
         to = self.path / name
         try:
             there = read_record(to)
@@ -269,6 +283,9 @@ class StudyFolder:
                 path = record.folder / file
                 if path.exists() or path.is_symlink():
                     files.copy_file(path, beside / file, LARGEST)
+            if renamed:
+                files.write_text(beside / "config.toml", to_toml(record.config.to_dict()))
+                files.write_json(beside / "results.json", record.results)
             if is_published(record.folder) and (arrays := record.predictions()) is not None:
                 write_predictions(beside, arrays)  # a published record shares a part of them with others
             files.delete(to)

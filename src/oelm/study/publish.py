@@ -7,7 +7,6 @@ labels, ids and groups of the test items are stored once per folder instead of i
 """
 
 import json
-import os
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 from oelm.config import to_toml
 from oelm.errors import UserError
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.records import LAST_POINTS, Record, read_record
+from oelm.study.records import LAST_POINTS, Record, cut_path, read_record
 from oelm.system.files import folder_beside, read_json, sync_folder, write_json, write_text
 from oelm.system.messages import Notice
 from oelm.training.predictions import publish_predictions
@@ -122,13 +121,6 @@ def _cut(values: dict[str, Any]) -> dict[str, Any]:
         if name in table:
             table[name] = cut_path(table[name])
     return values
-
-
-def cut_path(name: str) -> str:
-    """The last part of a folder's path; a name, such as a hub's `owner/model`, stays as it is."""
-    path = Path(name).expanduser()
-    local = path.is_absolute() or name.startswith(".") or path.exists()
-    return Path(os.path.abspath(path)).name if local else name
 
 
 def _without(value: Any, paths: Iterable[str]) -> Any:

@@ -137,6 +137,13 @@ class Record:
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
         return replace(self, identity=_identity_of(config, self.results, self.environment))
 
+    def of_model(self, name: str) -> "Record":
+        """The record with its model called so: the folder that a published one names without its path."""
+        config = replace(self.config, model=replace(self.config.model, name=name))
+        results = self.results | {"model": name}
+        identity = _identity_of(config, results, self.environment)
+        return replace(self, config=config, results=results, identity=identity)
+
     def by_metric(self, metric: str | None) -> "Record":
         """The record with the metric that a study compares; UserError if the run did not measure it."""
         if metric in (None, self.metric):
@@ -350,6 +357,13 @@ def find_records(root: Path, damaged: list[Notice] | None = None, follow: bool =
             if damaged is None:
                 raise
             damaged.append(error.notice)
+
+
+def cut_path(name: str) -> str:
+    """The last part of a folder's path; a name, such as a hub's `owner/model`, stays as it is."""
+    path = Path(name).expanduser()
+    local = path.is_absolute() or name.startswith(".") or path.exists()
+    return Path(os.path.abspath(path)).name if local else name
 
 
 def baselines_of(records: Iterable[Record], metric: str) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oelm.config import flag_keys, merge, overrides, read_toml
+from oelm.config import ALTERNATIVES, flag_keys, merge, overrides, read_toml
 from oelm.errors import UserError
 from oelm.system.plugins import load_plugins
 from oelm.system.terminal import say
+from oelm.training.folder import flat
 from oelm.training.request import (
     Assignments,
     PathLike,
@@ -113,10 +114,31 @@ def plan_study(
     if plugins := [*dict.fromkeys([*values.get("plugins", ()), *listed(plugin)])]:
         values["plugins"] = plugins
         load_plugins(plugins)
-    planned = make_study(merge(values, overrides(flags, assignments)), str(name or "options"))
+    asked = overrides(flags, assignments)
+    _merge_per_task(values, asked)
+    planned = make_study(merge(values, asked), str(name or "options"))
     LAUNCHERS.find(planned.table.launcher)  # before anything is prepared
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
     return planned, folder
+
+
+def _merge_per_task(values: dict[str, Any], asked: Mapping[str, Any]) -> None:
+    """Override the study's tables of single tasks, in place, so that steps replace a task's epochs; say so
+    where such a table keeps its value from an option for all tasks."""
+    changed = asked.get("per_task")
+    for task, tables in values["per_task"].items() if isinstance(values.get("per_task"), dict) else ():
+        new = changed.get(task) if isinstance(changed, Mapping) else None
+        new = new if isinstance(new, Mapping) else {}
+        if not isinstance(tables, dict):
+            continue  # refused later
+        merge(tables, new)
+        for key in [key for key in flat(tables) if key not in flat(new)]:
+            table, _, name = key.partition(".")
+            names = next((pair for pair in ALTERNATIVES if name in pair), (name,))
+            given = asked[table] if isinstance(asked.get(table), Mapping) else {}
+            for other in [other for other in names if other in given]:
+                keeps = f"{task} keeps {name} {tables[table][name]}, which this study sets for it alone"
+                say(f"note: {keeps}; --set per_task.{task}.{table}.{other}=... changes it", err=True)
 
 
 def note_few_seeds(planned: "Study", err: bool = True) -> None:
