@@ -19,7 +19,6 @@ from oelm.data.assemble import pinned
 from oelm.speed.capabilities import runs
 from oelm.system.private_torch import (
     copy_all_,
-    count_all_,
     divide_gradients_in_step,
     divisor_of,
     fault_of,
@@ -78,27 +77,60 @@ class CpuAdamW(torch.optim.AdamW):
     """PyTorch's fused step for float32 weights on a CPU, by the same operation, without what else it does at
     every step: for a small model that takes as long as a layer."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ready: dict[int, _Ready] = {}  # by the group's place
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         assert closure is None
         if fault_of(self):
             return
-        for group in self.param_groups:
+        for place, group in enumerate(self.param_groups):
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
                 continue
-            states = [self.state[weight] for weight in weights]
-            for weight, state in zip(weights, states, strict=True):
-                if not state:
-                    state |= fresh_state(weight)
-            means, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-            count_all_(steps)
+            ready = self.ready.get(place)
+            if ready is None or not ready.fits(weights, self.state):
+                ready = self.ready[place] = _Ready(weights, self.state)
+            ready.counts += 1
             beta1, beta2 = group["betas"]
             fused_adamw_(
-                weights, [weight.grad for weight in weights], means, squares, steps,
+                weights, [weight.grad for weight in weights], ready.means, ready.squares, ready.steps,
                 lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
                 eps=group["eps"], grad_scale=divisor_of(self),
             )  # fmt: skip
+
+
+class _Ready:
+    """The states of some weights as lists. Their step counters become views of one tensor, so that they count
+    together."""
+
+    def __init__(self, weights: list[nn.Parameter], state: dict[Any, dict[str, Tensor]]) -> None:
+        self.weights = weights
+        states = [state[weight] for weight in weights]
+        for weight, own in zip(weights, states, strict=True):
+            if not own:
+                own |= fresh_state(weight)
+        self.counts = torch.stack([own["step"] for own in states])
+        self.steps = list(self.counts)
+        for own, step in zip(states, self.steps, strict=True):
+            own["step"] = step
+        self.means, self.squares = ([own[key] for own in states] for key in ("exp_avg", "exp_avg_sq"))
+
+    def fits(self, weights: list[nn.Parameter], state: dict[Any, dict[str, Tensor]]) -> bool:
+        """Whether it is of these weights, and nobody has given them another state."""
+        if len(weights) != len(self.weights):
+            return False
+        for weight, mine, mean, square, step in zip(
+            weights, self.weights, self.means, self.squares, self.steps, strict=True
+        ):
+            own = state[weight]
+            if weight is not mine or own.get("exp_avg") is not mean or own.get("step") is not step:
+                return False
+            if own["exp_avg_sq"] is not square:
+                return False
+        return True
 
 
 class RecordableAdamW(torch.optim.AdamW):

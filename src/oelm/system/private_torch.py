@@ -46,11 +46,6 @@ def fused_adamw_(
     )
 
 
-def count_all_(numbers: list[Tensor]) -> None:
-    """Add one to every number, in place."""
-    torch._foreach_add_(numbers, 1)
-
-
 def end_failed_recording(device: torch.device, pool: Any) -> None:
     """After a CUDA graph whose recording failed, the allocator and the random number generator of its device
     go on as if it were still recorded: later recordings into this memory pool fail, and so does dropout. End
