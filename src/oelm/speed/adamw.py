@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from oelm.data.assemble import pinned
 from oelm.speed.capabilities import runs
-from oelm.system.private_torch import (
-    copy_all_,
-    divide_gradients_in_step,
-    divisor_of,
-    fault_of,
-    fused_adamw_,
-)
+from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
 
 try:
     from oelm.speed.kernels import adamw_triton
@@ -36,13 +30,6 @@ CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones
 
 def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
     return all(_is_for(weight, None) for weight in weights if weight.requires_grad)
-
-
-def can_be_on_a_cpu(weights: Iterable[Tensor]) -> bool:
-    """Whether `CpuAdamW` can have these: not parts of weights that several processes share."""
-    return all(
-        w.device.type == "cpu" and w.dtype == torch.float32 and type(w) is nn.Parameter for w in weights
-    )
 
 
 def _is_for(weight: Tensor, copy: Tensor | None) -> bool:
@@ -71,66 +58,6 @@ def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     """What AdamW keeps of a weight before its first step."""
     moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": weight.new_zeros((), dtype=torch.float32), **moments}
-
-
-class CpuAdamW(torch.optim.AdamW):
-    """PyTorch's fused step for float32 weights on a CPU, by the same operation, without what else it does at
-    every step: for a small model that takes as long as a layer."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ready: dict[int, _Ready] = {}  # by the group's place
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert closure is None
-        if fault_of(self):
-            return
-        for place, group in enumerate(self.param_groups):
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if not weights:
-                continue
-            ready = self.ready.get(place)
-            if ready is None or not ready.fits(weights, self.state):
-                ready = self.ready[place] = _Ready(weights, self.state)
-            ready.counts += 1
-            beta1, beta2 = group["betas"]
-            fused_adamw_(
-                weights, [weight.grad for weight in weights], ready.means, ready.squares, ready.steps,
-                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=group["eps"], grad_scale=divisor_of(self),
-            )  # fmt: skip
-
-
-class _Ready:
-    """The states of some weights as lists. Their step counters become views of one tensor, so that they count
-    together."""
-
-    def __init__(self, weights: list[nn.Parameter], state: dict[Any, dict[str, Tensor]]) -> None:
-        self.weights = weights
-        states = [state[weight] for weight in weights]
-        for weight, own in zip(weights, states, strict=True):
-            if not own:
-                own |= fresh_state(weight)
-        self.counts = torch.stack([own["step"] for own in states])
-        self.steps = list(self.counts)
-        for own, step in zip(states, self.steps, strict=True):
-            own["step"] = step
-        self.means, self.squares = ([own[key] for own in states] for key in ("exp_avg", "exp_avg_sq"))
-
-    def fits(self, weights: list[nn.Parameter], state: dict[Any, dict[str, Tensor]]) -> bool:
-        """Whether it is of these weights, and nobody has given them another state."""
-        if len(weights) != len(self.weights):
-            return False
-        for weight, mine, mean, square, step in zip(
-            weights, self.weights, self.means, self.squares, self.steps, strict=True
-        ):
-            own = state[weight]
-            if weight is not mine or own.get("exp_avg") is not mean or own.get("step") is not step:
-                return False
-            if own["exp_avg_sq"] is not square:
-                return False
-        return True
 
 
 class RecordableAdamW(torch.optim.AdamW):
@@ -268,4 +195,4 @@ def coast(
     settings = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": eps}
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
         for count, rate in zip(counts, rates, strict=True):
-            fused_adamw_([w], [nothing[: len(w)]], [m], [v], [count], lr=rate, **settings)
+            fused_adamw_(w, nothing[: len(w)], m, v, count, lr=rate, **settings)

@@ -12,7 +12,7 @@ from oelm.audit import method_of
 from oelm.data import Epoch
 from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
-from oelm.speed.adamw import CpuAdamW, RecordableAdamW, can_be_on_a_cpu, can_be_one_kernel, clip_in_step
+from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.capabilities import KERNELS, here
 from oelm.speed.cuda_graphs import GraphedStep
@@ -92,12 +92,8 @@ class FastStep(PlainStep):
         return None
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        kind: type[torch.optim.AdamW] = torch.optim.AdamW
-        if self.eager is None:
-            kind = RecordableAdamW
-        elif self.precision != "fp16" and can_be_on_a_cpu(self.parameters):
-            kind = CpuAdamW
-        return make_optimizer(self.raw, self.config.training, kind, self.freezing, self.eager is None)
+        kind = RecordableAdamW if self.eager is None else None
+        return make_optimizer(self.raw, self.config.training, kind, self.freezing)
 
     def _rebuild(self) -> None:
         """Graphs are recorded again, with copies and gradients of what trains now."""

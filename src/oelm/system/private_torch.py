@@ -31,19 +31,12 @@ def add_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def fused_adamw_(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
-    **settings: Any,
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, **settings: Any
 ) -> None:
-    """Of every weight and its two moments the step of AdamW whose number (from 1) `steps` says, in place;
-    the settings are lr, beta1, beta2, weight_decay, eps and, where gradients are to be divided by it,
-    grad_scale."""
-    torch._fused_adamw_(
-        weights, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **settings
-    )
+    """Step number `step` (from 1) of AdamW on one weight and its two moments, in place; the settings are lr,
+    beta1, beta2, weight_decay and eps."""
+    tensors: Any = [weight], [gradient], [mean], [square], [], [step]
+    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, **settings)
 
 
 def end_failed_recording(device: torch.device, pool: Any) -> None:
@@ -60,11 +53,6 @@ def end_failed_recording(device: torch.device, pool: Any) -> None:
 def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
     """Have every step of a fused optimizer divide the gradients by `divisor`, float32, as it reads them."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-
-
-def divisor_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """What the optimizer's steps divide gradients by."""
-    return getattr(optimizer, "grad_scale", None)
 
 
 def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -45,15 +45,14 @@ def shrinkage(run: ResolvedRun, scale: float, decay: float, steps: int) -> float
 def make_optimizer(
     model: nn.Module,
     training: TrainingConfig,
-    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
+    recordable: type[torch.optim.AdamW] | None = None,
     freezing: Freezing | None = None,
-    recordable: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
     given state, and one that is unfrozen later trains (except in CUDA graphs recorded before). Vectors
     (norms, biases) are not decayed. What is unfrozen at one time has groups of its own where its learning
-    rate is warmed up. `recordable`: for CUDA graphs, the learning rate is a tensor that is filled before
-    every step (`set_learning_rate`)."""
+    rate is warmed up. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a tensor that is
+    filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device
     scales = parameter_scales(model, training)
     turns = freezing.groups if freezing and freezing.line.warmup else {}
@@ -66,7 +65,7 @@ def make_optimizer(
     def lr() -> Any:
         return torch.tensor(training.lr, device=device) if recordable else training.lr
 
-    return kind(
+    return (recordable or torch.optim.AdamW)(
         [
             {"params": group, "weight_decay": training.weight_decay * decay, "lr": lr(), "scale": scale}
             | ({"turn": turn} if turn >= 0 else {})
@@ -76,7 +75,7 @@ def make_optimizer(
         betas=training.betas,
         eps=training.eps,
         fused=device.type in ("cpu", "cuda"),
-        capturable=recordable,
+        capturable=recordable is not None,
     )
 
 
