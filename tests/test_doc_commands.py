@@ -50,7 +50,7 @@ ONLY_PARSED = {
     "oelm train GPT-02": "hours; tests/study/test_check.py makes its first steps",
     "oelm data prepare xnli": "data that is not ours to copy",
     "oelm data prepare sst2 --tokenizer all-MiniLM-L6-v2": "weights that are not ours to copy",
-    "oelm data prepare imdb --train-size": "data that is not ours to copy",
+    "oelm data prepare imdb": "data that is not ours to copy",
     "oelm study NAME": "hours on a GPU, on prepared data",
     "oelm report studies/NAME": "of that study",
     "oelm study --data imdb": "hours on a GPU, on prepared data",
