@@ -189,8 +189,9 @@ def test_the_page_names_every_shipped_study():
 def test_studies_of_the_gap_have_seeds_enough_and_share_their_runs():
     """Their trials and runs can be imported from one into the other: the same settings but for the length."""
     studies = {name: make_study(read_study(name)) for name in shipped_studies() if name.startswith("lm-gap")}
-    for name in ("lm-gap", "lm-gap-controls", "lm-gap-starts"):
-        assert studies[name].table.seeds >= fewest_seeds(len(studies[name].contrasts)), name
+    beside = make_study(read_study("lm-wikitext-2"))
+    for study in (*(studies[name] for name in ("lm-gap", "lm-gap-controls", "lm-gap-starts")), beside):
+        assert study.table.seeds >= fewest_seeds(len(study.contrasts)), study.title
     assert {*studies["lm-gap"].arms} < {*studies["lm-gap-screen"].arms}
     configs = {name: study.task_config("imdb-text").to_dict() for name, study in studies.items()}
     tokens = {config["training"]["batch_size"] * config["task"]["max_length"] for config in configs.values()}
@@ -201,3 +202,6 @@ def test_studies_of_the_gap_have_seeds_enough_and_share_their_runs():
         len({config["training"].pop("eval_every") / lengths[name] for name, config in configs.items()}) == 1
     )
     assert all(config == configs["lm-gap"] for config in configs.values())
+    other = beside.task_config("wikitext-2").to_dict()
+    assert other["training"].pop("steps") == 300 and other["training"].pop("eval_every") == 25
+    assert other | {"task": configs["lm-gap"]["task"]} == configs["lm-gap"]
