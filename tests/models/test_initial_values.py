@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from oelm.config import RunConfig, make_config
+from oelm.config import MethodConfig, RunConfig, make_config
 from oelm.data import open_store
 from oelm.models import initial_values
 from oelm.models.build import build_model
 from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.models.gpt_config import gpt_config
 from oelm.models.gpt_sizes import SIZES
-from oelm.models.initial_values import drawn_ahead
+from oelm.models.initial_values import drawn_ahead, drawn_once
 from tests.training.runs import Machine
 
 
@@ -91,3 +91,27 @@ def test_what_fails_in_a_thread_leaves_nothing_behind(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError, match="no room"):
         OelmGPTForCausalLM(gpt_config("gpt-tiny", vocab_size=300))
     assert not initial_values._AHEAD and not initial_values._LATER
+
+
+@pytest.mark.parametrize("most", [1 << 28, 30_000])
+def test_models_that_are_built_together_share_what_is_drawn(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Each weight is drawn once, as far as there is room; the models are those that are built alone."""
+    monkeypatch.setattr(initial_values, "MOST_AHEAD", most)
+    store, draw, drawn = open_store(machine.store), initial_values._draw, []
+    configs = [
+        replace(config_of(machine.store), method=MethodConfig(name=name)) for name in ("baseline", "oelm")
+    ]
+    alone = [build_model(config, store)[0].state_dict() for config in configs]
+    monkeypatch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
+    with drawn_once():
+        together = [build_model(config, store)[0].state_dict() for config in configs]
+        kept = sum(value.size for value in initial_values._KEPT.values())
+    for before, after in zip(alone, together, strict=True):
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    once = len({*drawn})
+    assert len(drawn) == once if most > 30_000 else once < len(drawn) < 2 * once
+    assert 0 < kept <= most and not initial_values._KEPT
+    build_model(configs[0], store)
+    assert not initial_values._KEPT

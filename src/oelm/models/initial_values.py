@@ -22,28 +22,49 @@ from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
 Array = np.ndarray
 Asked = tuple[int, str, tuple[int, ...], int]  # the arguments of `initial_value`
-MOST_AHEAD = 1 << 28  # numbers: 1 GiB of a model that is not built yet
+MOST_AHEAD = 1 << 28  # numbers: 1 GiB of a model that is not built yet, or of several that are equal
 LARGE = 1 << 26  # numbers that take one thread half a second
 _AHEAD: dict[Asked, "Future[Array]"] = {}
 _LATER: deque[Callable[[], None]] = deque()  # each starts to draw one more
+_KEPT: dict[Asked, Array] = {}  # while `drawn_once` lasts, up to so many numbers
+_keeps = 0
 
 
 def initial_value(seed: int, name: str, shape: tuple[int, ...], heads: int) -> Array:
     """The first value of a weight, by its name in `OelmGPTModel`. Q and K are drawn head by head, the same
     draws as blocks of the kind "normal", in float64."""
-    drawn = _AHEAD.pop((seed, name, shape, heads), None)
+    key = (seed, name, shape, heads)
+    if key in _KEPT:
+        return _KEPT[key]
+    drawn = _AHEAD.pop(key, None)
     if drawn is None:
-        return _draw(seed, name, shape, heads)
-    if _LATER:
-        _LATER.popleft()()
-    return drawn.result()
+        value = _draw(*key)
+    else:
+        if _LATER:
+            _LATER.popleft()()
+        value = drawn.result()
+    if sum(kept.size for kept in _KEPT.values()) + value.size <= _keeps:
+        _KEPT[key] = value
+    return value
+
+
+@contextlib.contextmanager
+def drawn_once() -> Iterator[None]:
+    """Draw each weight once for all models that are built while this lasts, if there is memory for that."""
+    global _keeps
+    _keeps = MOST_AHEAD
+    try:
+        yield
+    finally:
+        _keeps = 0
+        _KEPT.clear()
 
 
 @contextlib.contextmanager
 def drawn_together(asked: Iterable[Asked], threads: int) -> Iterator[None]:
     """Draw the weights of a large model by so many threads, a few of them before it asks for them, in this
     order."""
-    left = [key for key in asked if key not in _AHEAD]
+    left = [key for key in asked if key not in _AHEAD and key not in _KEPT]
     if threads < 2 or sum(math.prod(shape) for _, _, shape, _ in left) < LARGE:
         yield
         return

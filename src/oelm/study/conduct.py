@@ -16,6 +16,7 @@ from oelm.data.trivial_baselines import compute_beside, trivial_baselines
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.build import build_model
+from oelm.models.initial_values import drawn_once
 from oelm.models.starts import is_study, starts_of
 from oelm.study.analysis import analyse, settled
 from oelm.study.design import FIRST_SEED, Study
@@ -72,14 +73,15 @@ def _refuse_open_keys(config: RunConfig) -> None:
 def check_methods(settings: list[Setting]) -> None:
     """Build every model with every method once: one that cannot be built is refused before any run."""
     for setting in {repr(setting.config.model): setting for setting in settings}.values():
-        for method in setting.study.arms:
-            try:
-                config = setting.run_config(replace(setting.any_cell, method=method))
-                _check_starts(config, setting.study)
-                objective_of(config, setting.store)
-                build_model(config, setting.store)
-            except UserError as error:
-                raise UserError(f"{method}: {error}") from None
+        with drawn_once():
+            for method in setting.study.arms:
+                try:
+                    config = setting.run_config(replace(setting.any_cell, method=method))
+                    _check_starts(config, setting.study)
+                    objective_of(config, setting.store)
+                    build_model(config, setting.store)
+                except UserError as error:
+                    raise UserError(f"{method}: {error}") from None
 
 
 def _check_starts(config: RunConfig, study: Study) -> None:
