@@ -20,7 +20,7 @@ from oelm.claims.verdicts import judge
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.design import make_study
-from oelm.study.records import Record
+from oelm.study.records import Record, identify
 from oelm.study.result_types import PROBLEMS, Analysis
 from oelm.system.messages import sentences
 from tests.claims.claim_records import (
@@ -29,6 +29,7 @@ from tests.claims.claim_records import (
     MEDIUM,
     UNRECORDED,
     WIGGLE,
+    MadeRecord,
     benchmark,
     pairs,
     rates_study,
@@ -182,6 +183,23 @@ def test_several_studies_are_judged_together_each_with_its_own_problems():
 
 
 # What forbids a conclusion.
+
+
+def test_a_part_of_the_texts_is_named_and_is_a_setting_of_its_task():
+    def with_few(record: Record) -> Record:
+        task = replace(record.config.task, train_size=1500, max_length=128)
+        config = replace(record.config, task=task)
+        known = identify(config, record.task, "fp32", 1)
+        return MadeRecord(record.folder, config, record.results, record.environment, known)
+
+    few = [with_few(record) for record in pairs(1)]
+    found = verdict("C1", pairs(7) + few)
+    whole, part = "imdb (gpt-medium-512)", "imdb with 1,500 texts (gpt-medium-512)"
+    assert {f.label: f.verdict for f in found.details} == {whole: "supported", part: "refuted"}
+    assert part in found.reason and {f.task for f in found.details} == {"imdb"}
+    # Without a conclusion it leaves nothing open that another setting of the task decides.
+    everything = [*pairs(7), *pairs(6, task="ag_news"), *pairs(12, task="xnli")]
+    assert verdict("C1", [*everything, *few[:6]]).verdict == verdict("C1", everything).verdict == "supported"
 
 
 def test_without_records_everything_is_not_decided_and_says_what_is_needed():

@@ -114,7 +114,7 @@ def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
         comparison = analysis.comparison(group, METHOD, REFERENCE)
         if group.kind != "share" or comparison is None or comparison.verdict == "void":
             continue
-        parts.append(f"{difference(comparison)} on {group.task} ({_word(comparison)})")
+        parts.append(f"{difference(comparison)} on {group.name} ({_word(comparison)})")
     what = "Classification from scratch, each method at its own best learning rate, accuracy of `oelm` minus"
     return f"{what} `baseline` in points: {'; '.join(parts) or 'no study of it is complete'}."
 
@@ -125,7 +125,7 @@ def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
         spans = [group.robustness(group.arms[method]) for method in (METHOD, REFERENCE)]
         if group.kind == "share" and all(spans):
             ours, theirs = (span.ratio for span in spans if span)
-            parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.task}")
+            parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.name}")
     what = "Learning rates within one point of a method's best span, `oelm` against `baseline`"
     return f"{what}: {'; '.join(parts) or 'not measured'}."
 
@@ -145,7 +145,7 @@ def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
             if linear is not None and method in group.arms and group.arms[method].values:
                 ahead = fmean(group.arms[method].values) > linear[1]
                 first = ", pre-trained" if _pretrained_here(group) else ""
-                (above if ahead else below).append(f"`{method}` on {group.task}{first}")
+                (above if ahead else below).append(f"`{method}` on {group.name}{first}")
     what = "Above the best linear baseline of their task (TF-IDF and logistic regression) end"
     return f"{what}: {', '.join(above) or 'none'}; below it: {', '.join(below) or 'none'}."
 
@@ -161,7 +161,7 @@ def _claim_row(verdict: Verdict) -> dict[str, Any]:
     """A claim about several tasks is measured on each; one number for all of them would be none of theirs."""
     apart = [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
     several = len({finding.task for finding in apart}) > 1
-    number = "; ".join(f"{f.task} {_number(f)}" for f in apart) if several else _number(verdict)
+    number = "; ".join(f"{f.name or f.task} {_number(f)}" for f in apart) if several else _number(verdict)
     n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if several else verdict.n
     return {
         "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": number,
@@ -186,7 +186,7 @@ def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
             continue
         rows.append(
             {
-                "task": group.task, "model": group.model,
+                "task": group.name, "model": group.model,
                 "pair": f"{comparison.method} − {comparison.reference}",
                 "scores": ", ".join(_score(group, arm) for arm in arms),
                 "difference": difference(comparison) if comparison.combined else numbers.NOTHING,
@@ -230,7 +230,7 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
                 value = fmean(arm.values)
                 rows.append(
                     {
-                        "task": group.task, "model": group.model, "method": arm.method,
+                        "task": group.name, "model": group.model, "method": arm.method,
                         "score": numbers.fixed(100 * value, 2),
                         "linear": f"{numbers.fixed(100 * linear[1], 2)} ({linear[0]})",
                         "n": str(len(arm.values)), "where": "above" if value > linear[1] else "below",
@@ -249,7 +249,7 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
             low, high = numbers.learning_rate(span.low), numbers.learning_rate(span.high)
             rows.append(
                 {
-                    "task": group.task, "model": group.model, "method": arm.method,
+                    "task": group.name, "model": group.model, "method": arm.method,
                     "best": numbers.learning_rate(span.best_rate),
                     "range": low if low == high else f"{low} to {high}",
                     "scores": ", ".join(_rate_score(group, arm, lr) for lr in arm.lr_scores),
@@ -338,10 +338,10 @@ def _view_pictures(view: View) -> list[Picture]:
     study, pictures = _study_folder(view.analysis.groups[0]).name, []
     for figure_set in made:
         for drawn in figure_set.figures if figure_set else []:
-            label = drawn.label or view.analysis.groups[0].task
+            label = drawn.label or view.analysis.groups[0].name
             kind = re.sub(r"-\d+$", "", drawn.name)
             file = re.sub(r"[^\w.-]+", "-", f"{study}-{kind}-{label}.svg")
-            text = f"{drawn.title}: {label}. {_legend(figure_set.legend if figure_set else {})}"
+            text = f"{drawn.title}: {label} ({study}). {_legend(figure_set.legend if figure_set else {})}"
             pictures.append(Picture(file, text, alone(drawn)))
     return pictures
 

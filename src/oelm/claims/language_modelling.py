@@ -60,7 +60,7 @@ def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
             trained = _trained(arm)
             rows.append(
                 {
-                    "task": group.task, "model": group.model, "steps": f"{_steps(group):,}",
+                    "task": group.name, "model": group.model, "steps": f"{_steps(group):,}",
                     "method": arm.method, "perplexity": numbers.fixed(fmean(arm.values), 2),
                     "bits": numbers.fixed(mean_of(arm.finished, *BITS), 3), "n": str(len(arm.values)),
                     "above": _above(comparison) if comparison else numbers.NOTHING,

@@ -42,10 +42,11 @@ class Finding:
     reason: str
     reason_zh: str
     published: float | None = None  # in the same unit
+    name: str = ""  # of the task, where models train on a part of its texts
 
     @property
     def label(self) -> str:
-        return f"{self.task} ({self.model})"
+        return f"{self.name or self.task} ({self.model})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,7 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
             Finding(
                 case.task, case.model, case.source, verdict, case.mean, case.interval, case.n, case.unit, p,
                 bool(case.problem), join(why), *join(sentences), case.part.published,
+                case.setting.group.name if case.setting else "",
             )
         )  # fmt: skip
     return findings
@@ -209,8 +211,8 @@ def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, li
 def _counting(findings: Sequence[Finding]) -> list[Finding]:
     """Those that count: a setting without a conclusion leaves a task and model open only if no other setting
     of these has one."""
-    usable = {finding.label for finding in findings if not finding.void}
-    return [finding for finding in findings if not finding.void or finding.label not in usable]
+    usable = {(finding.task, finding.model) for finding in findings if not finding.void}
+    return [f for f in findings if not f.void or (f.task, f.model) not in usable]
 
 
 def _combine(verdicts: set[str], missing: bool, one_refutes: bool) -> str:
@@ -336,7 +338,10 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
     trials = len({trial.seed for arm in arms for trial in arm.trials})
     reason = join([why, describe_setting(claim, setting)])
     place = (group.task, setting.model, setting.analysis.title)
-    return Finding(*place, verdict, number, interval, trials, "ratio", None, number is None, why, *reason)
+    return Finding(
+        *place, verdict, number, interval, trials, "ratio", None, number is None, why, *reason,
+        name=group.name,
+    )  # fmt: skip
 
 
 def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:

@@ -100,6 +100,12 @@ class Group:
     matrix: Matrix | None  # of a study; None for runs outside of a study
 
     @property
+    def name(self) -> str:
+        """The task, with the number of its training texts where the study asks for a part of them."""
+        size = self.records[0].config.task.train_size if self.records else None
+        return f"{self.task} with {size:,} texts" if size else self.task
+
+    @property
     def larger_is_better(self) -> bool:
         return self.kind == "share"
 
