@@ -271,9 +271,17 @@ def test_a_named_task_is_found_prepared_in_the_data_folder(tmp_path: Path) -> No
     found = Choice("imdb", data_dir=prepared, **options).store()
     assert found.folder == prepared / "any name"
     assert found.fingerprint == whole.fingerprint
-    for other in ({"max_length": 32}, {"train_size": 30}, {"tokenizer": "train:400"}):
-        with pytest.raises(UserError, match="which is not there"):
-            Choice("imdb", data_dir=prepared, **options | other).store()
+    others: dict[str, tuple[Any, str]] = {
+        "max_length": (32, "max_length 16, not 32"), "train_size": (None, "train_size 20, not none"),
+        "tokenizer": ("train:400", "tokenizer train:300, not train:400"),
+    }  # fmt: skip
+    for key, (value, why) in others.items():
+        with pytest.raises(UserError, match=f"any name was prepared with {why}; prepare imdb again"):
+            Choice("imdb", data_dir=prepared, **options | {key: value}).store()
+    with pytest.raises(UserError, match="train_size 20, not 9 and max_length 16, not 8; prepare"):
+        Choice("imdb", data_dir=prepared, **options | {"max_length": 8, "train_size": 9}).store()
+    with pytest.raises(UserError, match="which is not there"):
+        Choice("sst2", data_dir=prepared).store()
 
 
 def test_a_tokenizer_in_another_folder_finds_what_was_prepared_with_it(tmp_path: Path) -> None:
@@ -296,5 +304,5 @@ def test_a_tokenizer_in_another_folder_finds_what_was_prepared_with_it(tmp_path:
     wanted = {"data_dir": prepared.folder.parent, "max_length": 16}
     for tokenizer in (tmp_path / "there", prepared.folder / "tokenizer"):
         assert Choice("imdb", tokenizer=str(tokenizer), **wanted).store().fingerprint == whole.fingerprint
-    with pytest.raises(UserError, match="which is not there"):
+    with pytest.raises(UserError, match=r"prepared with tokenizer \S*here, not \S*other; prepare imdb again"):
         Choice("imdb", tokenizer=str(tmp_path / "other"), **wanted).store()

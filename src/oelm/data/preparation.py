@@ -243,11 +243,26 @@ class Choice:
         wanted, root = self.named(), find_data_dir(self.data_dir)
         if wanted is None or root is None or any((root / TASKS[self.data].folder).glob("*.parquet")):
             return None
+        others = []
         for path in sorted(root.glob(f"*/{MANIFEST}")):
             meta = read_object(path)
-            if meta.get("prepared_as") == wanted and _same_tokenizer(meta["tokenizer"], tokenizer):
+            tokens, known = meta["tokenizer"], meta.get("prepared_as") or {}
+            if known.get("data") != self.data:
+                continue
+            pairs = [(key, known.get(key), value) for key, value in wanted.items()]
+            if not _same_tokenizer(tokens, tokenizer):
+                pairs.append(("tokenizer", tokens["name"], tokenizer))
+            differ = [f"{key} {_told(has)}, not {_told(asked)}" for key, has, asked in pairs if has != asked]
+            if not differ:
                 return open_store(path.parent)
+            others.append((len(differ), f"{path.parent} was prepared with {' and '.join(differ)}"))
+        if others:
+            raise UserError(f"{min(others)[1]}; prepare {self.data} again, where its original files are")
         return None
+
+
+def _told(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _same_tokenizer(recorded: dict[str, Any], name: str) -> bool:

@@ -46,8 +46,7 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
             return ParquetSource(*paths)
         path = data_dir / task.folder / f"{split}.parquet"
         raise UserError(
-            f"{task.name} needs {path}, which is not there, and no dataset in {data_dir} was prepared with "
-            "these settings"
+            f"{task.name} needs {path}, which is not there, and no dataset in {data_dir} is prepared for it"
         )
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
