@@ -327,11 +327,21 @@ def test_perplexity_never_stands_without_bits_per_byte(tmp_path):
     bits = f"{mean_of(arm.records, 'test', 'metrics', 'bits_per_byte'):.3f}"
     assert "bits per byte" in page.by_tag["th"] and bits in page.text
     assert page.by_tag["text"].count("bits per byte") == 2  # rates, curves
+    assert page.by_tag["text"].count("million tokens trained on") == 1
     for record in arm.records:  # raw values
         assert f"({record.results['test']['metrics']['bits_per_byte']:.3f})" in page.text
     assert "GPT-02: one run, lr 0.001, on validation; differs in" in page.text and "4.69" in page.text
     shown = summary(written.analysis)
     assert bits in shown and re.search(r"unigram model +40\.00 +1\.277", shown)
+
+
+def test_curves_are_over_steps_where_runs_read_different_numbers_of_tokens(tmp_path):
+    out = make_study(tmp_path / "s", tasks=("tinystories",), metric="perplexity")
+    path = next((out / "runs").glob("*/measured-*/results.json"))
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"tokens": record["tokens"] + 4221}))
+    page = Page(write_report(out).html.read_text(encoding="utf-8"))
+    assert "million tokens trained on" not in page.by_tag["text"] and "step" in page.by_tag["text"]
 
 
 def test_every_kind_of_warning_is_told_once(tmp_path):

@@ -147,11 +147,20 @@ def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
     return {step: values for step, values in sorted(curve.items()) if len(values) == len(arm.finished)}
 
 
+def _tokens_a_step(group: Group) -> float | None:
+    """Of language models that all read as many at every step; otherwise None."""
+    runs = [record.results for arm in group.arms.values() for record in arm.finished]
+    every = {run["tokens"] / run["steps"] if run.get("steps") and "tokens" in run else None for run in runs}
+    return every.pop() if group.kind == "perplexity" and len(every) == 1 else None
+
+
 def _paint_curves(view: View, group: Group, axes: Any) -> None:
+    tokens = _tokens_a_step(group)
     for arm in group.arms.values():
         if not (curve := _curve(group, arm)):
             continue
-        steps, shade = list(curve), colour(view.colours[arm.method])
+        shade = colour(view.colours[arm.method])
+        steps = [step if tokens is None else 1e-6 * tokens * step for step in curve]
         lows, means, highs = (
             [_shown(group, pick(values)) for values in curve.values()] for pick in (min, fmean, max)
         )
@@ -161,7 +170,7 @@ def _paint_curves(view: View, group: Group, axes: Any) -> None:
             axes.fill_between(steps, lows, highs, color=shade, alpha=0.18, lw=0)
         else:
             axes.vlines(steps, lows, highs, color=shade, alpha=0.5)
-    axes.set_xlabel(view.words("figure.step"))
+    axes.set_xlabel(view.words("figure.step" if tokens is None else "figure.tokens"))
     axes.locator_params(axis="x", nbins=5)
 
 
