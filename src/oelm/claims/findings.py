@@ -175,7 +175,9 @@ def _distinct(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _word(comparison: Comparison) -> str:
-    return Words("en")(f"verdict.{comparison.verdict}").lower()
+    words = Words("en")
+    small = words("answer.small") if comparison.small_difference else ""
+    return words(f"verdict.{comparison.verdict}").lower() + small
 
 
 def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
