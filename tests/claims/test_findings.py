@@ -1,6 +1,7 @@
 """docs/findings.md and its pictures are what the records give."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,22 @@ def test_the_readmes_say_what_the_page_says() -> None:
         page = (ROOT / name).read_text()
         assert len(rows) == 2 and all(f"{score} %" in page for row in rows for score in row), name
         assert mean in page and f"{low}{words}{high}" in page and "docs/findings.md" in page, name
+
+
+def test_what_is_not_there_is_not_told_as_measured(tmp_path: Path) -> None:
+    """A rate with a part of its trials is neither the best nor in a range; an arm alone is not compared."""
+    study = tmp_path / "orthogonality"
+    shutil.copytree(ROOT / "results" / "fair-orthogonality", study)
+    for seed in (1001, 1002):
+        (run,) = study.glob(f"runs/imdb/oelm/choice-lr0.001-s{seed}-*")
+        shutil.rmtree(run)
+    given = collect([study])
+    text, pictures = make_page(tmp_path / "found.md", given, judge(given.analyses))
+    (row,) = (line for line in text.splitlines() if line.startswith("| imdb | gpt-medium-512 | oelm | 0"))
+    assert "| 0.003 | 0.003 |" in row and "0.001: 88.8 (1 of 3)" in row
+    (picture,) = (picture for picture in pictures if "learning_rates" in picture.file)
+    assert "imdb" in picture.file and "oelm-trainable orange" in picture.title  # of xnli only oelm has runs
+    assert "| xnli |" not in text
 
 
 def test_a_page_of_one_study(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
 
 def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
-    for group in analysis.groups:
+    for group in filter(_comparable, analysis.groups):
         for arm in group.arms.values():
             span = group.robustness(arm)
             if span is None:
@@ -255,25 +255,31 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
                     "best": numbers.learning_rate(span.best_rate),
                     "range": low if low == high else f"{low} to {high}",
                     "scores": ", ".join(_rate_score(group, arm, lr) for lr in arm.lr_scores),
-                    "lost": _lost_rates(group, arm),
+                    "lost": _lost_rates(group, arm, span.best_score),
                 }
             )  # fmt: skip
     return rows
 
 
+def _comparable(group: Group) -> bool:
+    """Whether several arms have runs: of one alone there is nothing to compare yet."""
+    return len(group.arms) > 1
+
+
 def _rate_score(group: Group, arm: ArmResult, lr: float) -> str:
     score = arm.lr_scores[lr]
     text = "failed" if score is None else numbers.fixed(100 * score if group.kind == "share" else score, 1)
-    return f"{numbers.learning_rate(lr)}: {text}"
+    missing = len([cell for cell in arm.unevaluated if cell.lr == lr])
+    there = len([run for run in arm.trials if run.lr == lr and run.evaluated])
+    return f"{numbers.learning_rate(lr)}: {text}" + (f" ({there} of {there + missing})" if missing else "")
 
 
-def _lost_rates(group: Group, arm: ArmResult) -> str:
+def _lost_rates(group: Group, arm: ArmResult, best: float) -> str:
     """At each learning rate with any: trials that diverged, are at chance or fell far below the best."""
-    best = max((s for s in arm.lr_scores.values() if s is not None), default=None, key=group.points)
     found = []
     for lr in arm.lr_scores:
         trials = [run for run in arm.trials if run.lr == lr]
-        bad = [run for run in trials if best is None or _is_lost(group, run, best)]
+        bad = [run for run in trials if _is_lost(group, run, best)]
         if bad:
             found.append(f"{numbers.learning_rate(lr)}: {len(bad)} of {len(trials)}")
     return ", ".join(found) or "none"
@@ -338,12 +344,17 @@ def _view_pictures(view: View) -> list[Picture]:
     if any(group.kind == "perplexity" for group in view.analysis.groups):
         made.append(figures.curves(view))
     study, pictures = _study_folder(view.analysis.groups[0]).name, []
+    groups = {view.title(group): group for group in view.analysis.groups}
     for figure_set in made:
         for drawn in figure_set.figures if figure_set else []:
-            label = drawn.label or view.analysis.groups[0].name
+            group = groups[drawn.label]
+            if not _comparable(group):
+                continue
+            label = drawn.label or group.name
             kind = re.sub(r"-\d+$", "", drawn.name)
             file = re.sub(r"[^\w.-]+", "-", f"{study}-{kind}-{label}.svg")
-            text = f"{drawn.title}: {label} ({study}). {_legend(figure_set.legend if figure_set else {})}"
+            legend = {m: place for m, place in view.colours.items() if m in group.arms}
+            text = f"{drawn.title}: {label} ({study}). {_legend(legend)}"
             pictures.append(Picture(file, text, alone(drawn)))
     return pictures
 

@@ -135,8 +135,11 @@ class Group:
         return [name for name, score in scores.items() if sign * score > sign * mean]
 
     def robustness(self, arm: ArmResult) -> statistics.Robustness | None:
-        """How much the arm's learning rate matters; None if fewer than two were tried with success."""
-        lrs, scores = list(arm.lr_scores), list(arm.lr_scores.values())
+        """How much the arm's learning rate matters, by the rates whose trials are all there; None if fewer
+        than two of them were tried with success."""
+        partial = {cell.lr for cell in arm.unevaluated}
+        lrs = list(arm.lr_scores)
+        scores = [None if lr in partial else score for lr, score in arm.lr_scores.items()]
         if len(scores) - scores.count(None) < 2:
             return None
         return statistics.lr_robustness(lrs, scores, self.larger_is_better, self.tolerance)
@@ -302,4 +305,6 @@ class Analysis:
 
     def complete(self, group: Group) -> bool:
         """Whether all planned runs of a setting are there: before that its test scores tell nothing."""
+        if self.study and self.study.arms.keys() - group.arms.keys():
+            return False
         return not any("unfinished" in comparison.problems for comparison in self.of_group(group))
