@@ -55,6 +55,18 @@ def test_what_is_not_there_is_not_told_as_measured(tmp_path: Path) -> None:
     assert "| xnli |" not in text
 
 
+def test_numbers_say_what_they_are_of(tmp_path: Path) -> None:
+    """All benchmarks, not one of them; a number without a conclusion; when the shown runs ended."""
+    given = collect([ROOT / "results" / "minilm-sst2", ROOT / "results" / "demo", ROOT / "benchmarks"])
+    verdicts = {verdict.id: verdict for verdict in judge(given.analyses, given.benchmarks)}
+    text, _ = make_page(tmp_path / "found.md", given, [*verdicts.values()])
+    for start in ("- Time of a training step", "| C2 |"):
+        (line,) = (line for line in text.splitlines() if line.startswith(start))
+        assert line.split("classifier ")[1].count(" %") == len(verdicts["C2"].details) == 4
+    assert "% (sst2 (all-MiniLM-L6-v2): no conclusion) | 5 |" in text  # C3
+    assert "20 of 20 measured runs ended after that, and 18 of 18 trials" in text  # of the demo alone
+
+
 def test_a_page_of_one_study(tmp_path: Path) -> None:
     given = collect([ROOT / "results" / "demo"])
     verdicts = judge(given.analyses)

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from oelm.claims import data
-from oelm.claims.collect import Collection
+from oelm.claims.collect import Collection, ages
 from oelm.claims.language_modelling import METHOD, REFERENCE, language_settings, sentences, table_rows
 from oelm.claims.published_recipe import difference, recipe_sentences, repeats_recipe
 from oelm.claims.verdicts import Finding, Verdict, measured
@@ -55,10 +55,11 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
     claims = {verdict.id: _claim_picture(verdict) for verdict in verdicts}
     rates = [picture for view in views for picture in _view_pictures(view)]
     language = language_settings(planned)
+    shown = [record for analysis in planned for record in analysis.records]
     values: dict[str, Any] = {
         "rules": data.claim_data()["rules"],
-        "runs": sum(given.ages.values()),
-        "after": given.ages["after"],
+        "trials": ages(record for record in shown if record.choosing),
+        "measured": ages(record for record in shown if not record.choosing),
         "answer": _answer(planned, verdicts),
         "verdicts": [_claim_row(verdict) for verdict in verdicts],
         "pictures": claims,
@@ -133,7 +134,7 @@ def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 def _claim_sentence(verdict: Verdict, what: str) -> str:
     if verdict.number is None:
         return f"{what}: not measured."
-    return f"{what}: {_number(verdict)} ({verdict.id}: {verdict.verdict})."
+    return f"{what}: {_numbers(verdict)} ({verdict.id}: {verdict.verdict})."
 
 
 def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
@@ -157,12 +158,25 @@ def _number(verdict: Verdict | Finding) -> str:
     return numbers.NOTHING if verdict.number is None else measured(verdict)
 
 
+def _numbers(verdict: Verdict) -> str:
+    """A claim on several settings is measured in each: one number for all of them would be none of theirs."""
+    apart = _apart(verdict)
+    if len(apart) < 2:
+        void = verdict.number is not None and all(finding.void for finding in verdict.details)
+        return _number(verdict) + (f" ({verdict.details[0].label}: no conclusion)" if void else "")
+    parts = [(finding.name or finding.task, _number(finding)) for finding in apart]
+    if len({finding.task for finding in apart}) == 1:
+        return f"{parts[0][0]} {', '.join(number for _, number in parts)}"
+    return "; ".join(f"{name} {number}" for name, number in parts)
+
+
+def _apart(verdict: Verdict) -> list[Finding]:
+    return [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
+
+
 def _claim_row(verdict: Verdict) -> dict[str, Any]:
-    """A claim about several tasks is measured on each; one number for all of them would be none of theirs."""
-    apart = [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
-    several = len({finding.task for finding in apart}) > 1
-    number = "; ".join(f"{f.name or f.task} {_number(f)}" for f in apart) if several else _number(verdict)
-    n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if several else verdict.n
+    number, apart = _numbers(verdict), _apart(verdict)
+    n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if len(apart) > 1 else verdict.n
     return {
         "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": number,
         "n": n or numbers.NOTHING, "why": verdict.why,
