@@ -384,6 +384,20 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
 
 
+def test_results_under_the_configuration_of_another_run_do_not_count(tmp_path):
+    """The record of a good seed in place of a bad one's."""
+    out = make_study(tmp_path / "s")
+    good, bad = (next((out / "runs").rglob(f"measured-*-s{seed}*")) for seed in (1, 2))
+    for path in good.iterdir():
+        if path.name != "config.toml":
+            shutil.copy(path, bad / path.name)
+    after = analyse(out)
+    assert [str(problem).split("run: ")[1] for problem in after.damaged] == [
+        "seed is 1, and 2 in config.toml"
+    ]
+    assert "unfinished" in after.comparisons[0].problems
+
+
 def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts(tmp_path):
     out = make_study(tmp_path / "s", methods=("baseline", "oelm", "frozen"))
     folder, study = StudyFolder(out), StudyFolder(out).read()
