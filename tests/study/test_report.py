@@ -398,6 +398,17 @@ def test_results_under_the_configuration_of_another_run_do_not_count(tmp_path):
     assert "unfinished" in after.comparisons[0].problems
 
 
+def test_a_score_that_its_items_do_not_give_decides_nothing(tmp_path):
+    out = make_study(tmp_path / "s", items=1000)
+    (before,) = analyse(out).comparisons
+    path = next((out / "runs").rglob("measured-*-s1*")) / "results.json"
+    record = json.loads(path.read_text())
+    record["test"]["metrics"]["accuracy"] += 0.05
+    path.write_text(json.dumps(record))
+    (after,) = analyse(out).comparisons
+    assert not before.problems and after.problems == ("no_items",) and after.verdict == "void"
+
+
 def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts(tmp_path):
     out = make_study(tmp_path / "s", methods=("baseline", "oelm", "frozen"))
     folder, study = StudyFolder(out), StudyFolder(out).read()

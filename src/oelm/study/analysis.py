@@ -18,7 +18,7 @@ from oelm.errors import OUTCOMES, UserError
 from oelm.study import decide, statistics
 from oelm.study.design import Study
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.item_values import ItemValues, item_values, stand_in_values
+from oelm.study.item_values import ItemValues, agrees, item_values, stand_in_values
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, baselines_of
 from oelm.study.result_types import Across, Analysis, ArmResult, Comparison, Group
@@ -271,7 +271,8 @@ def _values(metric: str, run: Record, finished: Record | None) -> ItemValues | N
         return None
     if run.stand_in:
         return stand_in_values(metric, arrays, source.test, run.test)
-    return item_values(metric, arrays)
+    values = item_values(metric, arrays)
+    return values if values is None or agrees(metric, values, run.test) else None
 
 
 def near_tied_pairs(arm: ArmResult, other: ArmResult) -> list[list[tuple[Record, Record]]]:
