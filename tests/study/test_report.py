@@ -384,6 +384,17 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
 
 
+def test_a_run_that_was_made_twice_with_another_score_is_told(tmp_path):
+    out = make_study(tmp_path / "s")
+    run = next((out / "runs").rglob("measured-*-s1*"))
+    shutil.copytree(run, run.with_name("a-better-one"))
+    record = json.loads((run / "results.json").read_text())
+    record["test"]["metrics"]["accuracy"] += 0.05
+    (run.with_name("a-better-one") / "results.json").write_text(json.dumps(record))
+    texts = [listed.text for listed in notices(View(analyse(out), Words("en")))]
+    assert any(text.startswith("1 run left out beside one of the same configuration") for text in texts)
+
+
 def test_results_under_the_configuration_of_another_run_do_not_count(tmp_path):
     """The record of a good seed in place of a bad one's."""
     out = make_study(tmp_path / "s")

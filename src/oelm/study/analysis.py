@@ -111,6 +111,7 @@ def analyse_records(
         across=_across(comparisons),
         left_out=left_out,
         copies=len(records) - len(unique),
+        remade=len([r for r in records if r.score != unique[r.identity.key, r.method].score]),
         unused=len([record for record in tested if id(record) not in used]),
         mixtures=_mixtures(records),
     )

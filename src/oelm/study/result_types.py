@@ -280,6 +280,7 @@ class Analysis:
     planned: int = 0  # comparisons, those without runs included
     left_out: int = 0  # records in the folder that do not belong to the study
     copies: int = 0  # of runs that are in the folder twice
+    remade: int = 0  # of these, copies that scored differently
     unused: int = 0  # measured runs that the study, as it is now, does not ask for
     damaged: list[Notice] = field(default_factory=list)  # records that cannot be read
     changes: list[dict[str, Any]] = field(default_factory=list)  # of the plan, after runs had been tested
