@@ -21,6 +21,7 @@ from oelm.cli.main import app
 from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
+from oelm.study.catalogue import get_experiment
 from oelm.study.folder import StudyFolder, digest
 from oelm.study.records import find_records, mean_of
 from oelm.study.report import as_plain, numbers, summary, write_report
@@ -382,6 +383,15 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
     assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
+
+
+def test_a_published_recipe_is_compared_with_trials_before_anything_is_measured(tmp_path):
+    out = make_study(tmp_path / "s")
+    for folder in [*(out / "runs").rglob("measured-*")]:
+        shutil.rmtree(folder)
+    analysis = analyse(out)
+    keys = View(analysis, Words("en")).differs(get_experiment("IMDB-oelm"), analysis.groups[0])
+    assert "training.schedule" in keys and not analysis.groups[0].arms["oelm"].records
 
 
 def test_a_run_that_was_made_twice_with_another_score_is_told(tmp_path):
