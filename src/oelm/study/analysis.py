@@ -303,7 +303,7 @@ def find_problems(
     arms = (arm, reference_arm)
     same_seed = min(len(_same_seed(a, b)) for a in arm.by_lr for b in reference_arm.by_lr)
     pairs = min(map(len, near_tied_pairs(*arms)))
-    planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
+    planned = study.next_look if study else max(len(a.seeds) for a in arms)
     lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
     failed = any(r.failed_by_method and not r.stand_in for r in lost)
     both_chosen, measured = arm.chosen and reference_arm.chosen, all(a.records for a in arms)
