@@ -462,6 +462,14 @@ def test_c4_growth_with_the_corpus_is_said_and_does_not_decide(losses, words):
         assert found.number == pytest.approx(8, abs=0.3)  # the weakest support
 
 
+def test_what_is_measured_and_open_is_told_apart_from_what_is_missing():
+    """The command that makes what is missing does not decide a setting all of whose runs are there."""
+    found = verdict("C9", pairs(-1, n=10) + pairs(0, n=10, task="sst2"))
+    assert found.verdict == "not decided" and "Measured as planned, and open: imdb (gpt" in found.why
+    missing = verdict("C1", pairs(0, n=10))
+    assert missing.verdict == "not decided" and "and open" not in missing.why
+
+
 # C2 and C10: benchmarks.
 
 

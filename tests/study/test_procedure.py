@@ -88,6 +88,13 @@ def test_intervals_say_their_level():
             assert text in as_plain(analysis, lang)["answer"][0]
 
 
+def test_between_two_looks_nothing_is_decided():
+    """Whoever could stop at any number of seeds would look more often than p is corrected for."""
+    for seeds, problems in ((5, ()), (7, ("unfinished",)), (10, ())):
+        (analysis,) = tuned(pairs(3, n=seeds), until_decided=True, seeds=seeds)
+        assert analysis.comparisons[0].problems == problems, seeds
+
+
 def test_a_study_that_looks_ends_when_all_is_decided_or_items_forbid_it():
     (decided,), (open_,), (few,) = tuned(pairs(3)), tuned(pairs(0.1, spread=10.0)), tuned(pairs(3, n=4))
     assert settled(decided) and decided.comparisons[0].verdict == "better"

@@ -21,6 +21,7 @@ from oelm.cli.main import app
 from oelm.config import MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
+from oelm.study.catalogue import get_experiment
 from oelm.study.folder import StudyFolder, digest
 from oelm.study.records import find_records, mean_of
 from oelm.study.report import as_plain, numbers, summary, write_report
@@ -392,6 +393,51 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
     assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
+
+
+def test_a_published_recipe_is_compared_with_trials_before_anything_is_measured(tmp_path):
+    out = make_study(tmp_path / "s")
+    for folder in [*(out / "runs").rglob("measured-*")]:
+        shutil.rmtree(folder)
+    analysis = analyse(out)
+    keys = View(analysis, Words("en")).differs(get_experiment("IMDB-oelm"), analysis.groups[0])
+    assert "training.schedule" in keys and not analysis.groups[0].arms["oelm"].records
+
+
+def test_a_run_that_was_made_twice_with_another_score_is_told(tmp_path):
+    out = make_study(tmp_path / "s")
+    run = next((out / "runs").rglob("measured-*-s1*"))
+    shutil.copytree(run, run.with_name("a-better-one"))
+    record = json.loads((run / "results.json").read_text())
+    record["test"]["metrics"]["accuracy"] += 0.05
+    (run.with_name("a-better-one") / "results.json").write_text(json.dumps(record))
+    texts = [listed.text for listed in notices(View(analyse(out), Words("en")))]
+    assert any(text.startswith("1 run left out beside one of the same configuration") for text in texts)
+
+
+def test_results_under_the_configuration_of_another_run_do_not_count(tmp_path):
+    """The record of a good seed in place of a bad one's."""
+    out = make_study(tmp_path / "s")
+    good, bad = (next((out / "runs").rglob(f"measured-*-s{seed}*")) for seed in (1, 2))
+    for path in good.iterdir():
+        if path.name != "config.toml":
+            shutil.copy(path, bad / path.name)
+    after = analyse(out)
+    assert [str(problem).split("run: ")[1] for problem in after.damaged] == [
+        "seed is 1, and 2 in config.toml"
+    ]
+    assert "unfinished" in after.comparisons[0].problems
+
+
+def test_a_score_that_its_items_do_not_give_decides_nothing(tmp_path):
+    out = make_study(tmp_path / "s", items=1000)
+    (before,) = analyse(out).comparisons
+    path = next((out / "runs").rglob("measured-*-s1*")) / "results.json"
+    record = json.loads(path.read_text())
+    record["test"]["metrics"]["accuracy"] += 0.05
+    path.write_text(json.dumps(record))
+    (after,) = analyse(out).comparisons
+    assert not before.problems and after.problems == ("no_items",) and after.verdict == "void"
 
 
 def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts(tmp_path):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from oelm.claims.data import claim_data
 from oelm.claims.speed import Benchmark
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
-from oelm.study.records import find_records
+from oelm.study.records import Record, find_records
 from oelm.study.result_types import Analysis
 from oelm.system.messages import Notice
 
@@ -32,10 +32,14 @@ class Collection:
 
     @property
     def ages(self) -> dict[str, int]:
-        """Runs that ended before and after the rules were fixed, or do not say when; copies count once."""
-        runs = {(r.identity.key, r.method): r for analysis in self.analyses for r in analysis.records}
-        counts = Counter(_age(record.results.get("ended")) for record in runs.values())
-        return {age: counts[age] for age in ("before", "after", "undated")}
+        return ages(record for analysis in self.analyses for record in analysis.records)
+
+
+def ages(records: Iterable[Record]) -> dict[str, int]:
+    """Runs that ended before and after the rules were fixed, or do not say when; copies count once."""
+    runs = {(record.identity.key, record.method): record for record in records}
+    counts = Counter(_age(record.results.get("ended")) for record in runs.values())
+    return {age: counts[age] for age in ("before", "after", "undated")}
 
 
 def _age(ended: str | None) -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from oelm.claims import data
-from oelm.claims.collect import Collection
+from oelm.claims.collect import Collection, ages
 from oelm.claims.language_modelling import METHOD, REFERENCE, language_settings, sentences, table_rows
 from oelm.claims.published_recipe import difference, recipe_sentences, repeats_recipe
 from oelm.claims.verdicts import Finding, Verdict, measured
@@ -55,10 +55,11 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
     claims = {verdict.id: _claim_picture(verdict) for verdict in verdicts}
     rates = [picture for view in views for picture in _view_pictures(view)]
     language = language_settings(planned)
+    shown = [record for analysis in planned for record in analysis.records]
     values: dict[str, Any] = {
         "rules": data.claim_data()["rules"],
-        "runs": sum(given.ages.values()),
-        "after": given.ages["after"],
+        "trials": ages(record for record in shown if record.choosing),
+        "measured": ages(record for record in shown if not record.choosing),
         "answer": _answer(planned, verdicts),
         "verdicts": [_claim_row(verdict) for verdict in verdicts],
         "pictures": claims,
@@ -133,7 +134,7 @@ def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
 def _claim_sentence(verdict: Verdict, what: str) -> str:
     if verdict.number is None:
         return f"{what}: not measured."
-    return f"{what}: {_number(verdict)} ({verdict.id}: {verdict.verdict})."
+    return f"{what}: {_numbers(verdict)} ({verdict.id}: {verdict.verdict})."
 
 
 def _linear_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
@@ -157,12 +158,25 @@ def _number(verdict: Verdict | Finding) -> str:
     return numbers.NOTHING if verdict.number is None else measured(verdict)
 
 
+def _numbers(verdict: Verdict) -> str:
+    """A claim on several settings is measured in each: one number for all of them would be none of theirs."""
+    apart = _apart(verdict)
+    if len(apart) < 2:
+        void = verdict.number is not None and all(finding.void for finding in verdict.details)
+        return _number(verdict) + (f" ({verdict.details[0].label}: no conclusion)" if void else "")
+    parts = [(finding.name or finding.task, _number(finding)) for finding in apart]
+    if len({finding.task for finding in apart}) == 1:
+        return f"{parts[0][0]} {', '.join(number for _, number in parts)}"
+    return "; ".join(f"{name} {number}" for name, number in parts)
+
+
+def _apart(verdict: Verdict) -> list[Finding]:
+    return [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
+
+
 def _claim_row(verdict: Verdict) -> dict[str, Any]:
-    """A claim about several tasks is measured on each; one number for all of them would be none of theirs."""
-    apart = [f for f in verdict.details if not f.void and f.number is not None and f.unit != "ratio"]
-    several = len({finding.task for finding in apart}) > 1
-    number = "; ".join(f"{f.name or f.task} {_number(f)}" for f in apart) if several else _number(verdict)
-    n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if several else verdict.n
+    number, apart = _numbers(verdict), _apart(verdict)
+    n = ", ".join(dict.fromkeys(str(f.n) for f in apart)) if len(apart) > 1 else verdict.n
     return {
         "id": verdict.id, "claim": verdict.claim, "verdict": verdict.verdict, "number": number,
         "n": n or numbers.NOTHING, "why": verdict.why,
@@ -175,7 +189,9 @@ def _distinct(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _word(comparison: Comparison) -> str:
-    return Words("en")(f"verdict.{comparison.verdict}").lower()
+    words = Words("en")
+    small = words("answer.small") if comparison.small_difference else ""
+    return words(f"verdict.{comparison.verdict}").lower() + small
 
 
 def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
@@ -241,7 +257,7 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
 
 def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
-    for group in analysis.groups:
+    for group in filter(_comparable, analysis.groups):
         for arm in group.arms.values():
             span = group.robustness(arm)
             if span is None:
@@ -253,25 +269,31 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
                     "best": numbers.learning_rate(span.best_rate),
                     "range": low if low == high else f"{low} to {high}",
                     "scores": ", ".join(_rate_score(group, arm, lr) for lr in arm.lr_scores),
-                    "lost": _lost_rates(group, arm),
+                    "lost": _lost_rates(group, arm, span.best_score),
                 }
             )  # fmt: skip
     return rows
 
 
+def _comparable(group: Group) -> bool:
+    """Whether several arms have runs: of one alone there is nothing to compare yet."""
+    return len(group.arms) > 1
+
+
 def _rate_score(group: Group, arm: ArmResult, lr: float) -> str:
     score = arm.lr_scores[lr]
     text = "failed" if score is None else numbers.fixed(100 * score if group.kind == "share" else score, 1)
-    return f"{numbers.learning_rate(lr)}: {text}"
+    missing = len([cell for cell in arm.unevaluated if cell.lr == lr])
+    there = len([run for run in arm.trials if run.lr == lr and run.evaluated])
+    return f"{numbers.learning_rate(lr)}: {text}" + (f" ({there} of {there + missing})" if missing else "")
 
 
-def _lost_rates(group: Group, arm: ArmResult) -> str:
+def _lost_rates(group: Group, arm: ArmResult, best: float) -> str:
     """At each learning rate with any: trials that diverged, are at chance or fell far below the best."""
-    best = max((s for s in arm.lr_scores.values() if s is not None), default=None, key=group.points)
     found = []
     for lr in arm.lr_scores:
         trials = [run for run in arm.trials if run.lr == lr]
-        bad = [run for run in trials if best is None or _is_lost(group, run, best)]
+        bad = [run for run in trials if _is_lost(group, run, best)]
         if bad:
             found.append(f"{numbers.learning_rate(lr)}: {len(bad)} of {len(trials)}")
     return ", ".join(found) or "none"
@@ -336,12 +358,17 @@ def _view_pictures(view: View) -> list[Picture]:
     if any(group.kind == "perplexity" for group in view.analysis.groups):
         made.append(figures.curves(view))
     study, pictures = _study_folder(view.analysis.groups[0]).name, []
+    groups = {view.title(group): group for group in view.analysis.groups}
     for figure_set in made:
         for drawn in figure_set.figures if figure_set else []:
-            label = drawn.label or view.analysis.groups[0].name
+            group = groups[drawn.label]
+            if not _comparable(group):
+                continue
+            label = drawn.label or group.name
             kind = re.sub(r"-\d+$", "", drawn.name)
             file = re.sub(r"[^\w.-]+", "-", f"{study}-{kind}-{label}.svg")
-            text = f"{drawn.title}: {label} ({study}). {_legend(figure_set.legend if figure_set else {})}"
+            legend = {m: place for m, place in view.colours.items() if m in group.arms}
+            text = f"{drawn.title}: {label} ({study}). {_legend(legend)}"
             pictures.append(Picture(file, text, alone(drawn)))
     return pictures
 

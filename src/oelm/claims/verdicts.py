@@ -131,6 +131,7 @@ def _threshold(
     if claim.per_hour:
         verdict, hour = _per_hour(verdict, benchmarks)
         rest.append(hour)
+    rest += _still_open(counting, verdict)
     sentences = [*_summary(findings), (decisive.reason, decisive.reason_zh), *rest]
     if claim.growth:
         sentences.append(growth_sentence(claim.growth, cases))
@@ -213,6 +214,13 @@ def _counting(findings: Sequence[Finding]) -> list[Finding]:
     of these has one."""
     usable = {(finding.task, finding.model) for finding in findings if not finding.void}
     return [f for f in findings if not f.void or (f.task, f.model) not in usable]
+
+
+def _still_open(findings: Sequence[Finding], verdict: str) -> list[Sentence]:
+    """The settings of an open claim that no run of their study's plan, or of another task, will decide."""
+    names = [f.label for f in findings if f.verdict == NOT_DECIDED and not f.void]
+    known = verdict == NOT_DECIDED and names
+    return [sentence("still_open", settings=data.listed(dict.fromkeys(names)))] if known else []
 
 
 def _combine(verdicts: set[str], missing: bool, one_refutes: bool) -> str:
@@ -306,6 +314,7 @@ def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
         verdict = _combine({finding.verdict for finding in counting}, False, False)
     number = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     few = [sentence("rates_few", n=claim.tasks, tasks=len(tasks))] if len(tasks) < claim.tasks else []
+    few += _still_open(counting, verdict)
     first = _decisive(counting, verdict)
     sentences = [*_summary(findings), (first.reason, first.reason_zh), *few]
     why = [*_summary(counting), sentence("at", where=first.label, why=first.why), *few]

@@ -18,7 +18,7 @@ from oelm.errors import OUTCOMES, UserError
 from oelm.study import decide, statistics
 from oelm.study.design import Study
 from oelm.study.folder import StudyFolder, check_folder, no_runs, records_below
-from oelm.study.item_values import ItemValues, item_values, stand_in_values
+from oelm.study.item_values import ItemValues, agrees, item_values, stand_in_values
 from oelm.study.matrix import Cell, Matrix, lr_mean
 from oelm.study.records import Record, baselines_of
 from oelm.study.result_types import Across, Analysis, ArmResult, Comparison, Group
@@ -111,6 +111,7 @@ def analyse_records(
         across=_across(comparisons),
         left_out=left_out,
         copies=len(records) - len(unique),
+        remade=len([r for r in records if r.score != unique[r.identity.key, r.method].score]),
         unused=len([record for record in tested if id(record) not in used]),
         mixtures=_mixtures(records),
     )
@@ -271,7 +272,8 @@ def _values(metric: str, run: Record, finished: Record | None) -> ItemValues | N
         return None
     if run.stand_in:
         return stand_in_values(metric, arrays, source.test, run.test)
-    return item_values(metric, arrays)
+    values = item_values(metric, arrays)
+    return values if values is None or agrees(metric, values, run.test) else None
 
 
 def near_tied_pairs(arm: ArmResult, other: ArmResult) -> list[list[tuple[Record, Record]]]:
@@ -301,7 +303,7 @@ def find_problems(
     arms = (arm, reference_arm)
     same_seed = min(len(_same_seed(a, b)) for a in arm.by_lr for b in reference_arm.by_lr)
     pairs = min(map(len, near_tied_pairs(*arms)))
-    planned = len(study.seeds) if study else max(len(a.seeds) for a in arms)
+    planned = study.next_look if study else max(len(a.seeds) for a in arms)
     lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
     failed = any(r.failed_by_method and not r.stand_in for r in lost)
     both_chosen, measured = arm.chosen and reference_arm.chosen, all(a.records for a in arms)

@@ -217,6 +217,11 @@ class Study:
         return tuple(seeds for seeds in LOOKS if seeds <= self.table.max_seeds)
 
     @property
+    def next_look(self) -> int:
+        """The number of seeds at which these are looked at: never between two looks of the plan."""
+        return min((seeds for seeds in self.looks if seeds >= self.table.seeds), default=self.table.seeds)
+
+    @property
     def contrasts(self) -> list[tuple[str, str]]:
         """The pairs of arms that are compared: every arm with the reference arm, then `study.contrasts`."""
         pairs = [(name, self.reference_arm) for name in self.arms if name != self.reference_arm]

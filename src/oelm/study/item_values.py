@@ -13,6 +13,8 @@ import numpy as np
 from oelm.training.predictions import item_scores, larger_is_better
 
 Array = np.ndarray
+MEANS = ("accuracy", "perplexity")  # of items, as every record has them
+ROUNDING = 1e-3  # of scores that were saved in single precision
 
 
 class ItemValues(NamedTuple):
@@ -44,6 +46,14 @@ def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
     if metric == "perplexity" or larger_is_better(metric):  # a perplexity's scores are logarithms already
         return ItemValues(sums[:, 0] / sums[:, 1], sums[:, 1], len(items.scores))
     return ItemValues(_pseudo_values(sums, _log_mean), np.ones(len(sums)), len(items.scores))
+
+
+def agrees(metric: str, values: ItemValues, test: float) -> bool:
+    """Whether the items give the test score of the run: if not, they are another run's, or were changed."""
+    if metric not in MEANS:
+        return True
+    score = test if larger_is_better(metric) else np.log(test)
+    return bool(abs(np.average(values.values, weights=values.sizes) - score) < ROUNDING)
 
 
 def stand_in_values(

@@ -324,12 +324,22 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
     config = read_config(folder, follow)
     results = read_json(folder / "results.json", follow)
     environment = read_json(folder / "environment.json", follow)
-    problems = {"results.json": results_problem(results, config.training.test)}
+    problem = results_problem(results, config.training.test) or _other_run(results, config)
+    problems = {"results.json": problem}
     problems["environment.json"] = type_problem(environment, ENVIRONMENT)
     for name, problem in problems.items():
         if problem is not None:
             raise UserError(notice("file.not_a_record", path=folder / name, problem=problem))
     return Record(folder, config, results, environment, _identity_of(config, results, environment))
+
+
+def _other_run(results: dict[str, Any], config: RunConfig) -> Notice | None:
+    """What is wrong where the results are of another run than the configuration, which would count twice."""
+    for key in ("seed", "lr"):
+        made, asked = results.get(key), getattr(config.training, key)
+        if made is not None and made != asked:
+            return notice("value.of_another", key=key, value=str(made)[:40], other=f"{asked:g}")
+    return None
 
 
 def _identity_of(config: RunConfig, results: dict[str, Any], environment: dict[str, Any]) -> Identity:

@@ -135,8 +135,11 @@ class Group:
         return [name for name, score in scores.items() if sign * score > sign * mean]
 
     def robustness(self, arm: ArmResult) -> statistics.Robustness | None:
-        """How much the arm's learning rate matters; None if fewer than two were tried with success."""
-        lrs, scores = list(arm.lr_scores), list(arm.lr_scores.values())
+        """How much the arm's learning rate matters, by the rates whose trials are all there; None if fewer
+        than two of them were tried with success."""
+        partial = {cell.lr for cell in arm.unevaluated}
+        lrs = list(arm.lr_scores)
+        scores = [None if lr in partial else score for lr, score in arm.lr_scores.items()]
         if len(scores) - scores.count(None) < 2:
             return None
         return statistics.lr_robustness(lrs, scores, self.larger_is_better, self.tolerance)
@@ -277,6 +280,7 @@ class Analysis:
     planned: int = 0  # comparisons, those without runs included
     left_out: int = 0  # records in the folder that do not belong to the study
     copies: int = 0  # of runs that are in the folder twice
+    remade: int = 0  # of these, copies that scored differently
     unused: int = 0  # measured runs that the study, as it is now, does not ask for
     damaged: list[Notice] = field(default_factory=list)  # records that cannot be read
     changes: list[dict[str, Any]] = field(default_factory=list)  # of the plan, after runs had been tested
@@ -302,4 +306,6 @@ class Analysis:
 
     def complete(self, group: Group) -> bool:
         """Whether all planned runs of a setting are there: before that its test scores tell nothing."""
+        if self.study and self.study.arms.keys() - group.arms.keys():
+            return False
         return not any("unfinished" in comparison.problems for comparison in self.of_group(group))

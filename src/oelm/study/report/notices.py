@@ -61,6 +61,8 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
         yield "mixture", notice("study.left_out", count=analysis.left_out)
     if analysis.copies:
         yield "mixture", notice("study.copies", count=analysis.copies)
+    if analysis.remade:
+        yield "mixture", notice("study.remade", count=analysis.remade)
     if analysis.unused:
         yield "mixture", notice("study.unused", count=analysis.unused)
     for problem in analysis.damaged:

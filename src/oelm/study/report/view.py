@@ -133,7 +133,7 @@ class View:
     def differs(self, experiment: Experiment, group: Group) -> list[str]:
         """The keys in which the setting's runs differ from a published recipe, apart from method and seed."""
         left_out = ("method", "training.seed", "training.test", "training.lr")
-        record = next((r for arm in group.arms.values() for r in arm.records), None)
+        record = next((r for arm in group.arms.values() for r in (*arm.records, *arm.trials)), None)
         keys = differences(experiment, record.config, record.results) if record else []
         return [key for key in keys if not key.startswith(left_out)]
 
