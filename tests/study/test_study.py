@@ -229,6 +229,15 @@ def test_a_file_may_move_but_another_file_is_another_study(unbroken, data, tmp_p
     )
 
 
+@pytest.mark.slow
+def test_a_study_in_which_nothing_could_be_measured_exits_with_1_as_json_too(data, tmp_path):
+    diverges = ["--lrs", "1e30", "--seeds", "1", "--set", "training.clip=0"]
+    code, text = run(data, tmp_path / "s", *diverges, "--json")
+    assert code == 1 and "oelm: nothing was measured: every run failed" in text, text
+    (answer,) = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert answer["title"] == "s" and answer["answer"]
+
+
 def test_a_method_that_the_model_cannot_have_costs_no_run(data, tmp_path):
     out = tmp_path / "s"
     methods = 'study.methods=["baseline", {name = "oelm", freeze = {q = "9"}}]'

@@ -194,15 +194,15 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
     result = request.conduct_study(study, out, limit, lang)
     if as_json:
         say(json.dumps(result.to_dict(), ensure_ascii=False))
-        return
-    say(result)
-    say("")
-    for folder in sorted(out.glob("runs/*/*/*/model")):
-        say(f"model    {folder}")
-    for name, reason in result.failed.items():
-        say(f"failed   {name}: {reason}")
-    say(f"report   {result.html}")
-    say(show.next_line("open the report in a browser", show.after_study(out, result.analysis)))
+    else:
+        say(result)
+        say("")
+        for folder in sorted(out.glob("runs/*/*/*/model")):
+            say(f"model    {folder}")
+        for name, reason in result.failed.items():
+            say(f"failed   {name}: {reason}")
+        say(f"report   {result.html}")
+        say(show.next_line("open the report in a browser", show.after_study(out, result.analysis)))
     if result.failed and not result.measured:
         raise RunError(notice("study.nothing_measured"))
 
