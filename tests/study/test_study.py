@@ -132,6 +132,15 @@ def test_another_machines_records_come_in(unbroken, data, tmp_path, monkeypatch)
     assert "0 records imported" in refused.output and "another configuration" in refused.output
 
 
+@pytest.mark.parametrize(
+    "options", [["--dry-run", "--json"], ["--import", "s", "--json"], ["--dry-run", "--import", "s"]]
+)
+def test_what_makes_no_run_is_one_thing_and_has_no_json(data, options):
+    """A program would get prose for JSON; and an import that was only planned would look like one."""
+    found = CliRunner().invoke(app, ["study", "--data", str(data), *options])
+    assert isinstance(found.exception, UserError) and "do not go together" in str(found.exception)
+
+
 def test_an_import_takes_regular_files_only(unbroken, data, tmp_path, monkeypatch):
     """Not what a link leads to, be it a file of the system or a device without an end, and no pipe."""
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))

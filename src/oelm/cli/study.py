@@ -8,7 +8,7 @@ import typer
 
 from oelm.cli import options, show
 from oelm.cli.options import option
-from oelm.errors import RunError
+from oelm.errors import RunError, UserError
 from oelm.study import request
 from oelm.system.messages import notice
 from oelm.system.progress import duration
@@ -68,6 +68,9 @@ def study(
     from oelm.study.report.view import Words
 
     Words(lang)  # a language that does not exist must not cost a study
+    others = {"--dry-run": dry_run, "--import": import_, "--json": as_json}
+    if len(chosen := [name for name, value in others.items() if value]) > 1:
+        raise UserError(f"{' and '.join(chosen)} do not go together; keep one")
     table |= {"launcher": "slurm"} if slurm else {}
     table["tasks"] = table.pop("task", None)
     planned, folder = request.plan_study(name, out, given, table, set_ or (), plugin or (), profile)
