@@ -145,6 +145,20 @@ def test_records_that_differ(call: Any, model: Path, tmp_path: Path) -> None:
     assert code == 2 and "row 2 has 'more'" in err and not (tmp_path / "b.csv").exists()
 
 
+@pytest.mark.parametrize(
+    "record", ['{"text": "a", "other": "\\ud800"}', '{"text": "\\ud800"}', '{"text": "a", "\\ud800": 1}']
+)
+def test_half_a_surrogate_pair_anywhere_is_refused(
+    call: Any, model: Path, tmp_path: Path, record: str
+) -> None:
+    """It cannot be written again, and no tokenizer takes it."""
+    (tmp_path / "a.jsonl").write_text(record)
+    for out in ([], ["--out", tmp_path / "b.csv"]):
+        code, said, err = call("predict", model, tmp_path / "a.jsonl", *out)
+        assert (code, said) == (2, "") and "line 1: column" in err and "half a surrogate pair" in err
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+
+
 def test_pairs_are_read_from_two_columns(tmp_path: Path) -> None:
     """As the lines "text, tab, text" are; a row with half a pair has no answer."""
     from oelm.inference.tables import Table
