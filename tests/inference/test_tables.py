@@ -145,6 +145,23 @@ def test_records_that_differ(call: Any, model: Path, tmp_path: Path) -> None:
     assert code == 2 and "row 2 has 'more'" in err and not (tmp_path / "b.csv").exists()
 
 
+def test_what_is_written_is_json_whatever_numbers_the_rows_hold(
+    call: Any, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "x": NaN, "y": [1.5, {"z": -Infinity}]}\n')
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    code, said, err = call("predict", model, path)
+    row = json.loads(said, parse_constant=refuse)
+    assert code == 0 and (row["x"], row["y"]) == (None, [1.5, {"z": None}]), err
+    assert call("predict", model, path, "--out", tmp_path / "b.csv")[0] == 0
+    (cells,) = open_file(tmp_path / "b.csv").rows()
+    assert json.loads(cells["y"], parse_constant=refuse) == row["y"]
+
+
 @pytest.mark.parametrize(
     "record", ['{"text": "a", "other": "\\ud800"}', '{"text": "\\ud800"}', '{"text": "a", "\\ud800": 1}']
 )
