@@ -210,6 +210,9 @@ def test_labels_are_compared_as_classes(model: Path) -> None:
     for predicted, label in [(1.0, "2"), (2.0, 2), (3.0, "?")]:
         agreement.add(predicted, label)
     assert str(agreement).startswith("rmse 0.7071 on the 2 labels") and agreement.without == 1
+    assert str(agreement).endswith("; 1 row has no number")
+    agreement.add(1.0, "1e200")  # whose square is beyond what a float holds
+    assert str(agreement).startswith("rmse inf on the 3 labels")
 
 
 def test_a_studys_best_model(call: Any, tmp_path: Path, model: Path) -> None:
