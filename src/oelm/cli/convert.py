@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.config import make_config, overrides
 from oelm.errors import UserError
 from oelm.system.terminal import say
@@ -43,9 +43,8 @@ def convert(
         return
     say(str(report))
     say(f"saved in {out}")
-    say(
-        f"next     oelm train --model {out} --method frozen --data my.csv; in Python: oelm.load({str(out)!r})"
-    )
+    train = show.command("train", "--model", out, "--method", "frozen", "--data", "my.csv")
+    say(show.next_line(train, f"in Python: oelm.load({str(out)!r})"))
 
 
 def _method(name: str, assignments: list[str]) -> "Method":

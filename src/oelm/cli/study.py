@@ -127,7 +127,8 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
     for reason in done.left_out:
         say(f"left out: {reason}")
     runs = f"{done.runs:,} run{'s' * (done.runs != 1)}"
-    say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; oelm report {to} gives the same numbers")
+    again = show.command("report", to)
+    say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; {again} gives the same numbers")
 
 
 def describe(study: "Study", out: Path) -> str:
@@ -189,7 +190,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
             say(f"{source}: {imported} records imported")
             for reason, count in refused.items():
                 say(f"  {count} left out: {reason}")
-    say(f"to make the runs that are missing: oelm study --out {out}")
+    say(f"to make the runs that are missing: {show.command('study', '--out', out)}")
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
