@@ -378,6 +378,8 @@ def test_a_completed_run_whose_model_was_not_kept(oelm_cli, run, world):
     config = world / "bare" / "config.toml"
     config.write_text(config.read_text().replace("\ntest = true", "\ntest = false"))
     assert "with training.test = false" in oelm_cli("audit", "bare")[2]
+    (world / "bare" / "results.json").write_text('{"status": "failed"}')
+    assert "bare is a run that failed" in oelm_cli("audit", "bare")[2]
     (world / "bare" / "results.json").unlink()
     assert "bare has not finished: it holds no model yet" in oelm_cli("audit", "bare")[2]
 
