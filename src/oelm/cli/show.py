@@ -123,7 +123,9 @@ def evaluated(answer: dict[str, Any]) -> str:
         scores = asked["metrics"] | asked["references"]
         metrics = [name for name in next(iter(scores.values())) if name != "confusion"]
         head = ("score", *(word("metric", name) for name in metrics))
-        rows = [(word("trivial", score), *(of[name] for name in metrics)) for score, of in scores.items()]
+        named = {score: score for score in asked["metrics"]}  # "mean" is a trivial baseline's name, too
+        named |= {score: word("trivial", score) for score in asked["references"]}
+        rows = [(named[score], *(of[name] for name in metrics)) for score, of in scores.items()]
         parts.append(f"zero-shot on {asked['task']}: {asked['items']:,} items\n{_table(head, rows)}")
     return "\n\n".join(parts)
 
