@@ -397,6 +397,8 @@ def test_damage_is_told_in_one_line(oelm_cli, run, world):
     code, _, err = oelm_cli("generate", run, "x", "--tokens", "-5")
     assert code == 2 and "must be at least 1" in err
     assert oelm_cli("generate", run, "x", "--temperature", "nan")[0] == 2
+    code, _, err = oelm_cli("generate", run, "x", "--seed", 10**22)
+    assert code == 2 and "--seed 10000000000000000000000 has 23 digits, which is too large" in err
     code, _, err = oelm_cli("generate", run, os.fsdecode(b"\xff\xfe"))
     assert code == 2 and "UTF-8" in err
     shutil.rmtree(damaged)

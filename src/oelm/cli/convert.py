@@ -19,7 +19,7 @@ def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub id.")],
     out: Annotated[Path, typer.Option(help="The new checkpoint's folder.", callback=options.new_folder)],
     method: Annotated[str, typer.Option(help="oelm, oelm-polar, frozen, ...: docs/methods.md.")] = "oelm",
-    seed: Annotated[int, typer.Option(help="Seed of drawn blocks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of drawn blocks.", callback=options.seed_in_64_bits)] = 0,
     tokenizer: Annotated[
         str | None, typer.Option(help="The tokenizer, if it is not in the model's folder.")
     ] = None,
