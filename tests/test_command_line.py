@@ -110,7 +110,7 @@ def test_the_status_of_a_study_is_its_summary(
 
 
 def test_only_an_unfinished_study_goes_on(tmp_path: Path) -> None:
-    folder = make_study(tmp_path / "s", items=40)
+    folder = make_study(tmp_path / "my study", items=40)
     (folder / "runs").rename(tmp_path / "imdb")  # as studies have it: runs/TASK/METHOD/RUN
     (folder / "runs").mkdir()
     (tmp_path / "imdb").rename(folder / "runs" / "imdb")
@@ -124,10 +124,10 @@ def test_only_an_unfinished_study_goes_on(tmp_path: Path) -> None:
         (run / "results.json").write_text(json.dumps(results))
         (run / "model").mkdir()
         (run / "model" / "config.json").write_text(json.dumps({"task_kind": "lm"}))
-    assert show.after_study(folder, analysis) == f"oelm generate {folder} 'Once upon a time'"
+    assert show.after_study(folder, analysis) == f"oelm generate '{folder}' 'Once upon a time'"
     assert best_model(folder).run == measured[1]
     delete(measured[-1])
-    assert show.after_study(folder, analyse(folder)) == f"oelm study --out {folder} (goes on with it)"
+    assert show.after_study(folder, analyse(folder)) == f"oelm study --out '{folder}' (goes on with it)"
     for damage in ({}, {"best": None}, {"best": {"metrics": {}}}):
         (measured[0] / "results.json").write_text(json.dumps(damage))
         with pytest.raises(UserError, match=r"results\.json .*score"):

@@ -145,6 +145,37 @@ def test_records_that_differ(call: Any, model: Path, tmp_path: Path) -> None:
     assert code == 2 and "row 2 has 'more'" in err and not (tmp_path / "b.csv").exists()
 
 
+def test_what_is_written_is_json_whatever_numbers_the_rows_hold(
+    call: Any, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "x": NaN, "y": [1.5, {"z": -Infinity}]}\n')
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    code, said, err = call("predict", model, path)
+    row = json.loads(said, parse_constant=refuse)
+    assert code == 0 and (row["x"], row["y"]) == (None, [1.5, {"z": None}]), err
+    assert call("predict", model, path, "--out", tmp_path / "b.csv")[0] == 0
+    (cells,) = open_file(tmp_path / "b.csv").rows()
+    assert json.loads(cells["y"], parse_constant=refuse) == row["y"]
+
+
+@pytest.mark.parametrize(
+    "record", ['{"text": "a", "other": "\\ud800"}', '{"text": "\\ud800"}', '{"text": "a", "\\ud800": 1}']
+)
+def test_half_a_surrogate_pair_anywhere_is_refused(
+    call: Any, model: Path, tmp_path: Path, record: str
+) -> None:
+    """It cannot be written again, and no tokenizer takes it."""
+    (tmp_path / "a.jsonl").write_text(record)
+    for out in ([], ["--out", tmp_path / "b.csv"]):
+        code, said, err = call("predict", model, tmp_path / "a.jsonl", *out)
+        assert (code, said) == (2, "") and "line 1: column" in err and "half a surrogate pair" in err
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+
+
 def test_pairs_are_read_from_two_columns(tmp_path: Path) -> None:
     """As the lines "text, tab, text" are; a row with half a pair has no answer."""
     from oelm.inference.tables import Table
@@ -179,6 +210,9 @@ def test_labels_are_compared_as_classes(model: Path) -> None:
     for predicted, label in [(1.0, "2"), (2.0, 2), (3.0, "?")]:
         agreement.add(predicted, label)
     assert str(agreement).startswith("rmse 0.7071 on the 2 labels") and agreement.without == 1
+    assert str(agreement).endswith("; 1 row has no number")
+    agreement.add(1.0, "1e200")  # whose square is beyond what a float holds
+    assert str(agreement).startswith("rmse inf on the 3 labels")
 
 
 def test_a_studys_best_model(call: Any, tmp_path: Path, model: Path) -> None:
@@ -186,7 +220,7 @@ def test_a_studys_best_model(call: Any, tmp_path: Path, model: Path) -> None:
     study = tmp_path / "s"
     (study / "runs").mkdir(parents=True)
     (study / "study.toml").write_text("[study]\n")
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match=r"holds no model: .* or its records were imported or published"):
         best_model(study)
 
     def keep(task: str, method: str, metric: str, value: float) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from oelm.cli import show
 from oelm.data import Choice
 from oelm.inference.trained import Trained
 from oelm.inference.zero_shot import make_question, read_items
@@ -106,6 +107,13 @@ def test_a_limit_draws_some(models, file):
     some = ask(models["gpt2"], file, limit=10, seed=1)
     assert some["items"] == 10
     assert some == ask(models["gpt2"], file, limit=10, seed=1)
+
+
+def test_the_table_has_the_names_of_the_scores(models, file):
+    """The mean per token is not "mean of the training labels", which a baseline of regression is."""
+    table = show.evaluated({"zero_shot": ask(models["gpt2"], file, limit=10)})
+    names = [line.split("  ")[0] for line in table.splitlines()]
+    assert names[1:] == ["score", "sum", "mean", "calibrated", "most frequent class"]
 
 
 def test_a_model_that_has_read_the_answers_gives_them(oelm_cli, tmp_path, file):

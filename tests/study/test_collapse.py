@@ -70,7 +70,7 @@ def test_a_run_that_diverged_scores_as_the_worst_trivial_baseline(tmp_path):
     }
     assert [f["seed"] for f in arm["failures"]] == [3]
     told = [w["text"] for w in plain["warnings"] if w["kind"] == "collapsed"]
-    assert len(told) == 1 and "seeds 3" in told[0] and "most frequent class" in told[0]
+    assert len(told) == 1 and "seed 3" in told[0] and "most frequent class" in told[0]
     text = " ".join(summary(analyse(out)).split())
     assert "1 of 5 runs collapsed" in text and "interval 0.51 to 72 %" in text
     for lang in ("en", "zh"):

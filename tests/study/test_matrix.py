@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oelm.study.folder import run_folder
 from oelm.study.matrix import Cell, plan_runs, widen_grid
 
 METHODS = ["baseline", "oelm"]
@@ -27,6 +28,13 @@ def play(world, lrs=(1e-4, 3e-4, 1e-3), widen=2, choice=CHOICE, seeds=SEEDS, lar
             return scores, matrix
         for cell in order(missing) if order else missing:
             scores[cell] = world(cell)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "..."])
+def test_a_run_lies_below_its_task_and_its_arm_whatever_they_are_called(name):
+    """There its model is looked for."""
+    folder = run_folder(name, Cell(name, 1e-3, 1, False), "0123456789abcdef")
+    assert len(folder.parts) == 4 and folder.name == "measured-lr0.001-s1-01234567"
 
 
 def test_each_method_is_measured_at_its_own_best_rate_with_fresh_seeds():

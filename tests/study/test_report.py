@@ -545,7 +545,7 @@ def test_runs_at_chance_edges_and_missing_runs_are_warned_of():
     analysis = analyse_records(records, make_widening(tried))
     kinds = {n.kind: n.text for n in notices(View(analysis, Words("en")))}
     assert (
-        kinds["chance"] == "imdb, baseline: seeds 1 cannot be told from the most frequent class on validation"
+        kinds["chance"] == "imdb, baseline: seed 1 cannot be told from the most frequent class on validation"
     )
     assert "baseline: the best learning rate (3e-5) is at the edge of the grid" in kinds["rate"]
     assert kinds["unfinished"] == "imdb: 8 runs of the study have not ended; the numbers will change"

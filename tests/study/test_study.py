@@ -132,6 +132,15 @@ def test_another_machines_records_come_in(unbroken, data, tmp_path, monkeypatch)
     assert "0 records imported" in refused.output and "another configuration" in refused.output
 
 
+@pytest.mark.parametrize(
+    "options", [["--dry-run", "--json"], ["--import", "s", "--json"], ["--dry-run", "--import", "s"]]
+)
+def test_what_makes_no_run_is_one_thing_and_has_no_json(data, options):
+    """A program would get prose for JSON; and an import that was only planned would look like one."""
+    found = CliRunner().invoke(app, ["study", "--data", str(data), *options])
+    assert isinstance(found.exception, UserError) and "do not go together" in str(found.exception)
+
+
 def test_an_import_takes_regular_files_only(unbroken, data, tmp_path, monkeypatch):
     """Not what a link leads to, be it a file of the system or a device without an end, and no pipe."""
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
@@ -227,6 +236,15 @@ def test_a_file_may_move_but_another_file_is_another_study(unbroken, data, tmp_p
     assert isinstance(found.exception, UserError) and "a study of other data (task.data is" in str(
         found.exception
     )
+
+
+@pytest.mark.slow
+def test_a_study_in_which_nothing_could_be_measured_exits_with_1_as_json_too(data, tmp_path):
+    diverges = ["--lrs", "1e30", "--seeds", "1", "--set", "training.clip=0"]
+    code, text = run(data, tmp_path / "s", *diverges, "--json")
+    assert code == 1 and "oelm: nothing was measured: every run failed" in text, text
+    (answer,) = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert answer["title"] == "s" and answer["answer"]
 
 
 def test_a_method_that_the_model_cannot_have_costs_no_run(data, tmp_path):

@@ -76,6 +76,8 @@ def test_both_languages_say_the_same():
             "no checkpoint is whole: the run starts anew; the checkpoint before it is used",
             "没有完整的检查点：运行从头开始；改用它之前的检查点",
         ),
+        (notice("study.seeds", method="oelm", seeds=[2]), "oelm with seed 2", "oelm 的种子 2"),
+        (notice("study.seeds", method="oelm", seeds=[1, 2]), "oelm with seeds 1, 2", "oelm 的种子 1、2"),
         (notice("study.run", method="oelm", lr=3e-5, seed=1), "oelm, learning rate 3e-5, seed 1", None),
         (notice("run.unsaved", step=1, error="x", checkpoint=None), None, None),
     ],

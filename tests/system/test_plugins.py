@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import transformers
 
+from oelm.config import resolve_config
 from oelm.data.tasks import KINDS, task_kind
 from oelm.errors import UserError
 from oelm.method import PRESETS
 from oelm.models.families import FAMILIES
 from oelm.study.launchers import LAUNCHERS
+from oelm.study.request import plan_study
 from oelm.system.plugins import Registry, load_plugins
 from oelm.training.predictions import METRICS
 from tests.data.made import wordpiece, write_csv
@@ -127,6 +129,17 @@ def test_what_cannot_be_loaded_is_said_in_one_line(folder):
     assert not (folder / "n").exists()
     (folder / "run.toml").write_text('plugins = ["absent"]\n')
     assert "plugin 'absent'" in one_line(oelm(folder, "train", "--config", "run.toml", "--out", "n"))
+
+
+@pytest.mark.parametrize("plugins", ['"my_plugin"', "3", "[3]"])
+def test_plugins_that_are_no_list_of_names_are_refused_in_a_file(tmp_path, plugins):
+    """A study's were taken letter by letter, or ended in a traceback."""
+    file = tmp_path / "any.toml"
+    file.write_text(f"plugins = {plugins}\n")
+    with pytest.raises(UserError, match=r"plugins(\.0)? = .* should be a valid (list|string)"):
+        resolve_config({}, file, {}, ())
+    with pytest.raises(UserError, match="plugins must be a list of names"):
+        plan_study(None, tmp_path / "s", {"data": "d.csv"}, {}, profile=file)
 
 
 def test_a_registry_knows_its_names():

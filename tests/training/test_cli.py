@@ -378,6 +378,8 @@ def test_a_completed_run_whose_model_was_not_kept(oelm_cli, run, world):
     config = world / "bare" / "config.toml"
     config.write_text(config.read_text().replace("\ntest = true", "\ntest = false"))
     assert "with training.test = false" in oelm_cli("audit", "bare")[2]
+    (world / "bare" / "results.json").write_text('{"status": "failed"}')
+    assert "bare is a run that failed" in oelm_cli("audit", "bare")[2]
     (world / "bare" / "results.json").unlink()
     assert "bare has not finished: it holds no model yet" in oelm_cli("audit", "bare")[2]
 
@@ -395,6 +397,8 @@ def test_damage_is_told_in_one_line(oelm_cli, run, world):
     code, _, err = oelm_cli("generate", run, "x", "--tokens", "-5")
     assert code == 2 and "must be at least 1" in err
     assert oelm_cli("generate", run, "x", "--temperature", "nan")[0] == 2
+    code, _, err = oelm_cli("generate", run, "x", "--seed", 10**22)
+    assert code == 2 and "--seed 10000000000000000000000 has 23 digits, which is too large" in err
     code, _, err = oelm_cli("generate", run, os.fsdecode(b"\xff\xfe"))
     assert code == 2 and "UTF-8" in err
     shutil.rmtree(damaged)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.config import make_config, overrides
 from oelm.errors import UserError
 from oelm.system.terminal import say
@@ -19,7 +19,7 @@ def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub id.")],
     out: Annotated[Path, typer.Option(help="The new checkpoint's folder.", callback=options.new_folder)],
     method: Annotated[str, typer.Option(help="oelm, oelm-polar, frozen, ...: docs/methods.md.")] = "oelm",
-    seed: Annotated[int, typer.Option(help="Seed of drawn blocks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of drawn blocks.", callback=options.seed_in_64_bits)] = 0,
     tokenizer: Annotated[
         str | None, typer.Option(help="The tokenizer, if it is not in the model's folder.")
     ] = None,
@@ -43,9 +43,8 @@ def convert(
         return
     say(str(report))
     say(f"saved in {out}")
-    say(
-        f"next     oelm train --model {out} --method frozen --data my.csv; in Python: oelm.load({str(out)!r})"
-    )
+    train = show.command("train", "--model", out, "--method", "frozen", "--data", "my.csv")
+    say(show.next_line(train, f"in Python: oelm.load({str(out)!r})"))
 
 
 def _method(name: str, assignments: list[str]) -> "Method":

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.system.terminal import say
 from oelm.training.request import spelled_out
 
@@ -55,7 +55,7 @@ def inspect(
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
     if not as_json:
         option = "--task" if name in TASKS else "--data"
-        say(f"next     oelm train {option} {name}, or oelm study, with the same options")
+        say(f"next     {show.command('train', option, name)}, or oelm study, with the same options")
 
 
 @app.command()
@@ -98,4 +98,4 @@ def prepare(
     answer = {"folder": str(store.folder), "fingerprint": store.fingerprint, "warnings": warnings}
     say(json.dumps(answer, ensure_ascii=False) if as_json else store.folder)
     if not as_json:
-        say(f"next: oelm train --data {store.folder}", err=True)
+        say(f"next: {show.command('train', '--data', store.folder)}", err=True)

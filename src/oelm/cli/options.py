@@ -32,6 +32,13 @@ def new_folder(path: Path | None) -> Path | None:
     return path
 
 
+def seed_in_64_bits(seed: int) -> int:
+    """Callback of --seed: refuse what PyTorch does not take."""
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise UserError(f"--seed {seed} has {len(str(abs(seed)))} digits, which is too large")
+    return seed
+
+
 def use_gpus(numbers: str | None) -> str | None:
     """Callback of every --gpu: show this process those GPUs only, of the ones that it may use."""
     if numbers is not None:

@@ -93,7 +93,7 @@ def generate(
     tokens: options.Tokens = 100,
     temperature: options.Temperature = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens.")] = 50,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.", callback=options.seed_in_64_bits)] = 0,
     plugin: options.Plugin = None,
 ) -> None:
     """Continue a prompt with a language model, or write a target for it with an encoder-decoder.

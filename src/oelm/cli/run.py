@@ -98,7 +98,7 @@ def evaluate(
     labels: Annotated[str | None, typer.Option(help="'neg= bad,pos= good'; default: the names.")] = None,
     columns: dict[str, Any],
     limit: Annotated[int | None, typer.Option(help="Classify only this many items.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all sampling.", callback=options.seed_in_64_bits)] = 0,
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """What verbs print at their end: results as lines and tables, where everything is, and what to do next."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def trained(results: dict[str, Any], folder: Path) -> str:
         lines += _published(results["published"])
     lines.append(f"run      {folder}")
     if (model := folder / "model").is_dir():
-        lines += [f"model    {model}", f"next     {use_of(folder, model)}; oelm report {folder}"]
+        lines += [f"model    {model}", f"next     {use_of(folder, model)}; {command('report', folder)}"]
     return "\n".join(lines)
 
 
@@ -53,7 +54,7 @@ def study(folder: Path) -> str:
     except UserError as error:  # nothing is measured yet
         return str(error)
     text = summary(analysis, width=columns(WIDTH))
-    return f"{text}\n\n{next_line(after_study(folder, analysis), f'oelm report {folder}')}"
+    return f"{text}\n\n{next_line(after_study(folder, analysis), command('report', folder))}"
 
 
 def after_study(folder: Path, analysis: "Analysis") -> str:
@@ -66,7 +67,7 @@ def after_study(folder: Path, analysis: "Analysis") -> str:
     if any(is_published(record.folder) for record in analysis.records[:1]):  # nobody goes on with these
         return ""
     if unfinished(analysis):
-        return f"oelm study --out {folder} (goes on with it)"
+        return f"{command('study', '--out', folder)} (goes on with it)"
     try:
         models = kept_models(folder)
     except UserError as error:
@@ -88,8 +89,13 @@ def use_of(path: Path, model: Path) -> str:
     config = model / "config.json"
     kind = read_object(config).get("task_kind") if config.is_file() else None
     if kind and task_kind(kind).reader is None:
-        return f"oelm generate {path} 'Once upon a time'"
-    return f"oelm predict {path} texts.txt"
+        return command("generate", path, "Once upon a time")
+    return command("predict", path, "texts.txt")
+
+
+def command(*words: str | Path) -> str:
+    """A command of ours as it is typed in a shell, whatever characters its paths hold."""
+    return shlex.join(["oelm", *map(str, words)])
 
 
 def _published(theirs: dict[str, Any]) -> list[str]:
@@ -117,7 +123,9 @@ def evaluated(answer: dict[str, Any]) -> str:
         scores = asked["metrics"] | asked["references"]
         metrics = [name for name in next(iter(scores.values())) if name != "confusion"]
         head = ("score", *(word("metric", name) for name in metrics))
-        rows = [(word("trivial", score), *(of[name] for name in metrics)) for score, of in scores.items()]
+        named = {score: score for score in asked["metrics"]}  # "mean" is a trivial baseline's name, too
+        named |= {score: word("trivial", score) for score in asked["references"]}
+        rows = [(named[score], *(of[name] for name in metrics)) for score, of in scores.items()]
         parts.append(f"zero-shot on {asked['task']}: {asked['items']:,} items\n{_table(head, rows)}")
     return "\n\n".join(parts)
 

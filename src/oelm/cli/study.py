@@ -8,7 +8,7 @@ import typer
 
 from oelm.cli import options, show
 from oelm.cli.options import option
-from oelm.errors import RunError
+from oelm.errors import RunError, UserError
 from oelm.study import request
 from oelm.system.messages import notice
 from oelm.system.progress import duration
@@ -68,6 +68,9 @@ def study(
     from oelm.study.report.view import Words
 
     Words(lang)  # a language that does not exist must not cost a study
+    others = {"--dry-run": dry_run, "--import": import_, "--json": as_json}
+    if len(chosen := [name for name, value in others.items() if value]) > 1:
+        raise UserError(f"{' and '.join(chosen)} do not go together; keep one")
     table |= {"launcher": "slurm"} if slurm else {}
     table["tasks"] = table.pop("task", None)
     planned, folder = request.plan_study(name, out, given, table, set_ or (), plugin or (), profile)
@@ -124,7 +127,8 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
     for reason in done.left_out:
         say(f"left out: {reason}")
     runs = f"{done.runs:,} run{'s' * (done.runs != 1)}"
-    say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; oelm report {to} gives the same numbers")
+    again = show.command("report", to)
+    say(f"{to}: {runs}, {done.bytes / 1000:,.0f} KB; {again} gives the same numbers")
 
 
 def describe(study: "Study", out: Path) -> str:
@@ -186,7 +190,7 @@ def import_records(study: "Study", out: Path, sources: list[Path]) -> None:
             say(f"{source}: {imported} records imported")
             for reason, count in refused.items():
                 say(f"  {count} left out: {reason}")
-    say(f"to make the runs that are missing: oelm study --out {out}")
+    say(f"to make the runs that are missing: {show.command('study', '--out', out)}")
 
 
 def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str, as_json: bool) -> None:
@@ -194,15 +198,15 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
     result = request.conduct_study(study, out, limit, lang)
     if as_json:
         say(json.dumps(result.to_dict(), ensure_ascii=False))
-        return
-    say(result)
-    say("")
-    for folder in sorted(out.glob("runs/*/*/*/model")):
-        say(f"model    {folder}")
-    for name, reason in result.failed.items():
-        say(f"failed   {name}: {reason}")
-    say(f"report   {result.html}")
-    say(show.next_line("open the report in a browser", show.after_study(out, result.analysis)))
+    else:
+        say(result)
+        say("")
+        for folder in sorted(out.glob("runs/*/*/*/model")):
+            say(f"model    {folder}")
+        for name, reason in result.failed.items():
+            say(f"failed   {name}: {reason}")
+        say(f"report   {result.html}")
+        say(show.next_line("open the report in a browser", show.after_study(out, result.analysis)))
     if result.failed and not result.measured:
         raise RunError(notice("study.nothing_measured"))
 

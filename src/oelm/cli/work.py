@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from oelm.cli import options
+from oelm.cli import options, show
 from oelm.errors import Interrupted
 from oelm.system.terminal import say
 
@@ -67,5 +67,5 @@ def cancel(study: Study) -> None:
 
     table = StudyFolder(study).read().table
     (study / "cancel").touch()
-    say(f"{study}: runs save and stop; oelm study --out {study} starts it again")
+    say(f"{study}: runs save and stop; {show.command('study', '--out', study)} starts it again")
     stop_slurm(study, float(table.slurm.lead))

@@ -198,7 +198,11 @@ class RecordSource(TextSource):
     """Objects, which may have different keys."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        return (record for _, record in self._read(self._records))
+        for place, record in self._read(self._records):
+            for column, value in record.items():
+                self._check_text(column, place, column)
+                self._check_text(value, place, column)
+            yield record
 
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
         return self._chunked(self._records(file), columns)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -39,8 +40,23 @@ def write_table(path: Path, rows: Iterable[Row], names: list[str], schema: Any =
 
 
 def json_line(row: Row) -> str:
-    """A row as JSON; what JSON does not know (dates, decimals) as text."""
-    return json.dumps(row, ensure_ascii=False, default=str)
+    """A row as JSON; what JSON does not know (dates, decimals) as text, NaN and infinities as null."""
+    return _as_json(row)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # a reader of JSON would refuse what json.dumps writes for them
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json_lines(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> int:
@@ -69,7 +85,7 @@ def _csv(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> i
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
+    return _as_json(value) if isinstance(value, dict | list) else value
 
 
 def _parquet(file: IO[bytes], rows: list[Row], schema: Any, path: Path) -> int:

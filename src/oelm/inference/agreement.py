@@ -26,7 +26,8 @@ class Agreement:
             self.without += 1
         elif self.numbers:
             try:
-                self.squares += (predicted - float(text)) ** 2
+                error = predicted - float(text)
+                self.squares += error * error  # `**` raises where this is infinite
                 self.rows += 1
             except ValueError:
                 self.without += 1
@@ -56,7 +57,8 @@ class Agreement:
             share = self.right / self.rows
             said = f"accuracy {share:.4f}: {self.right:,} of the {self.rows:,} {place} are predicted"
         if self.without:
-            said += f"; {self.without:,} rows have none"
+            rows = f"{self.without:,} row{' has' if self.without == 1 else 's have'}"
+            said += f"; {rows} {'no number' if self.numbers else 'none'}"
         if strange := [f"{name!r} ({count:,})" for name, count in self.unknown.most_common(3) if count]:
             said += f"; unknown to the model and counted as wrong: {', '.join(strange)}"
         return said

@@ -234,6 +234,8 @@ class Trained:
 def _no_model(run: Path, config: RunConfig) -> str:
     """Why a run's folder holds no model."""
     results = read_object(run / "results.json") if (run / "results.json").exists() else {}
+    if results.get("status") == "failed":
+        return "is a run that failed: it holds no model; oelm status says why"
     if results.get("status") != "completed":
         return "has not finished: it holds no model yet"
     if not config.training.test:

@@ -46,7 +46,10 @@ def best_model(study: Path) -> KeptModel:
     """The best kept model of a study of one task; of several tasks, all are named."""
     models = kept_models(study)
     if not models:
-        raise UserError(f"{study} holds no model: none is trained yet, or study.models says to keep none")
+        raise UserError(
+            f"{study} holds no model: none is trained yet, study.models says to keep none, or its records "
+            "were imported or published, and models stay where they were trained; name a folder with one"
+        )
     if len({model.task for model in models}) > 1:
         listed = "; ".join(map(str, models))
         raise UserError(f"{study} is a study of several tasks; name the run of one model: {listed}")

@@ -101,7 +101,7 @@ def plan_study(
     if name is not None:
         values = read_study(str(name))
     elif out is not None and (folder / "study.toml").is_file():
-        load_plugins(read_toml(folder / "study.toml").get("plugins", ()))
+        load_plugins(_plugins_of(read_toml(folder / "study.toml")))
         values = StudyFolder(folder).read().to_dict()
     elif not flags:
         raise UserError("name a study, a task (--task) or a file (--data); see oelm study --help")
@@ -111,7 +111,7 @@ def plan_study(
         values = merge(values, read_toml(Path(profile)))
     if "study.methods" in flags and isinstance(values.get("study"), dict):
         values["study"].pop("arms", None)
-    if plugins := [*dict.fromkeys([*values.get("plugins", ()), *listed(plugin)])]:
+    if plugins := [*dict.fromkeys([*_plugins_of(values), *listed(plugin)])]:
         values["plugins"] = plugins
         load_plugins(plugins)
     asked = overrides(flags, assignments)
@@ -120,6 +120,14 @@ def plan_study(
     LAUNCHERS.find(planned.table.launcher)  # before anything is prepared
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
     return planned, folder
+
+
+def _plugins_of(values: Mapping[str, Any]) -> list[str]:
+    """The plugins that a study's file names: they are imported before the rest of it is checked."""
+    names = values.get("plugins", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'plugins must be a list of names, such as ["my_plugin"], got {names!r}')
+    return names
 
 
 def _merge_per_task(values: dict[str, Any], asked: Mapping[str, Any]) -> None:

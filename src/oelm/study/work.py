@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -309,12 +310,11 @@ def work(
 ) -> None:
     """Train runs of the study in `root` until there is nothing left to do."""
     queue = Queue(root, worker_name(), expires)
+    again = f"oelm study --out {shlex.quote(str(root))}"
     if StudyFolder(root).read().table.launcher == "local":
-        raise UserError(
-            f"{root} trains its runs itself; oelm study --out {root} --launcher workers shares them"
-        )
+        raise UserError(f"{root} trains its runs itself; {again} --launcher workers shares them")
     if (root / "cancel").exists():
-        raise UserError(f"{root} was cancelled; oelm study --out {root} starts it again")
+        raise UserError(f"{root} was cancelled; {again} starts it again")
     with stopping(None) as stop:
         stop.patient = True
         Worker(root, queue, jobs, say, patience).run(stop, idle)

@@ -200,4 +200,5 @@ def check_name(path: Path) -> None:
 
 def folder_name(name: str, most: int, also: str = "-_") -> str:
     """A folder's name made from any text: letters, digits and the characters of `also`, "-" for others."""
-    return "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most].strip(".")
+    made = "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most]
+    return made.strip(".") or "-"

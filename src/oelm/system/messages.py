@@ -105,7 +105,9 @@ class _Sentence(Formatter):
             low, high = (self.format_field(end, spec) for end in value)
             return low if low == high else f"{low.removesuffix(' %')}–{high}"
         if isinstance(value, list | tuple):
-            return self._join(value, spec)
+            one, bar, many = spec.partition("|")
+            names = self._join(value, "" if bar else spec)
+            return f"{one if len(value) == 1 else many} {names}" if bar else names
         if value is None:
             return self._word("list.none")
         if "|" in spec:

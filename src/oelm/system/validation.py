@@ -69,4 +69,5 @@ def _explain(error: Any, kind: Any, table: str) -> str:
     given = given if len(given) <= 80 else f"{given[:80]}..."
     if error["type"] == "dataclass_type":
         return f"{path} must be a table, [{path}], got {given}"
-    return f"{path} = {given} does not fit: {error['msg'][0].lower()}{error['msg'][1:]}"
+    says = error["msg"].replace("valid tuple", "valid list")  # TOML has no tuples
+    return f"{path} = {given} does not fit: {says[0].lower()}{says[1:]}"
