@@ -207,7 +207,7 @@ def _comparison_rows(analysis: Analysis, page: Path) -> list[dict[str, str]]:
                 "scores": ", ".join(_score(group, arm) for arm in arms),
                 "difference": difference(comparison) if comparison.combined else numbers.NOTHING,
                 "n": str(len(comparison.differences)), "verdict": _word(comparison),
-                "records": Path(os.path.relpath(_study_folder(group), page.resolve().parent)).as_posix(),
+                "records": Path(os.path.relpath(group.folder, page.resolve().parent)).as_posix(),
                 "title": analysis.title,
             }
         )  # fmt: skip
@@ -218,11 +218,6 @@ def _score(group: Group, arm: ArmResult) -> str:
     value = fmean(arm.values)
     text = numbers.fixed(100 * value if group.kind == "share" else value, 2)
     return f"{text} at {numbers.learning_rate(arm.lr)}"
-
-
-def _study_folder(group: Group) -> Path:
-    folder = group.records[0].folder.resolve()
-    return next((up for up in folder.parents if (up / "study.toml").is_file()), folder)
 
 
 def _linear(group: Group) -> tuple[str, float] | None:
@@ -319,7 +314,8 @@ def _claim_picture(verdict: Verdict) -> Picture | None:
     unit = data.claim_data()["units"][rows[0].unit][0]
     labels = [finding.label for finding in rows]
     names = [
-        n if labels.count(n) == 1 else f"{n}, {f.source}"[:44] for n, f in zip(labels, rows, strict=True)
+        label if labels.count(label) == 1 else f"{label}, {finding.study or finding.source}"
+        for label, finding in zip(labels, rows, strict=True)
     ]
 
     def paint(axes: Any) -> None:
@@ -357,7 +353,7 @@ def _view_pictures(view: View) -> list[Picture]:
     made: list[Figures | None] = [figures.learning_rates(view)]
     if any(group.kind == "perplexity" for group in view.analysis.groups):
         made.append(figures.curves(view))
-    study, pictures = _study_folder(view.analysis.groups[0]).name, []
+    study, pictures = view.analysis.groups[0].folder.name, []
     groups = {view.title(group): group for group in view.analysis.groups}
     for figure_set in made:
         for drawn in figure_set.figures if figure_set else []:

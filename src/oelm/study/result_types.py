@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -104,6 +105,12 @@ class Group:
         """The task, with the number of its training texts where the study asks for a part of them."""
         size = self.records[0].config.task.train_size if self.records else None
         return f"{self.task} with {size:,} texts" if size else self.task
+
+    @property
+    def folder(self) -> Path:
+        """The study's folder, or that of a run outside of one."""
+        folder = self.records[0].folder.resolve()
+        return next((up for up in folder.parents if (up / "study.toml").is_file()), folder)
 
     @property
     def larger_is_better(self) -> bool:
