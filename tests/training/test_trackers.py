@@ -10,6 +10,8 @@ import oelm
 from oelm.config import make_config
 from oelm.data import Choice
 from oelm.errors import UserError
+from oelm.study.conduct import prepare_settings
+from oelm.study.design import make_study
 from oelm.training.loop import train
 from tests.training.processes import config, rows
 
@@ -84,6 +86,12 @@ def test_one_that_cannot_be_closed_takes_nothing_from_a_run(tmp_path, known, mon
     assert "note: tracker 'lost' was not closed: the server is gone" in capsys.readouterr().err
     assert Recorder.heard[0] == ("new", "here") and Recorder.heard[-1] == ("finish", None)
     assert train(asked, store, ".", overwrite=True, show=False)["status"] == "completed"  # it is unlocked
+
+
+def test_a_study_asks_for_a_missing_one_before_its_data_and_its_runs(tmp_path):
+    values = {"study": {"methods": ["oelm", "baseline"]}, "task": {"data": str(tmp_path / "no-data")}}
+    with pytest.raises(UserError, match="unknown tracker 'nope'"):
+        prepare_settings(make_study(values | {"training": {"trackers": ["nope"]}}))
 
 
 def test_tensorboard_has_what_the_log_has(tmp_path):

@@ -124,9 +124,11 @@ def run_training(
         from oelm.training.loop import train as train_run
         from oelm.training.parallel import process_state
         from oelm.training.resolve import default_folder, prepare_data
+        from oelm.training.results import check_trackers
         from oelm.training.stopping import stopping
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
+    check_trackers(config.training.trackers)
     folder, state, began = Path(out or default_folder(config)), process_state(), time.monotonic()
     if config.training.eval_every == "auto" and (folder / "config.toml").is_file() and not overwrite:
         there = read_config(folder).training.eval_every  # a run that is resumed or extended keeps its own
