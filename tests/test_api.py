@@ -120,6 +120,8 @@ def test_mistakes() -> None:
         oelm.train(data="a.csv", lm=True, kind="regression")
     with pytest.raises(UserError, match=r"training\.clip"):
         oelm.train(data="a.csv", set={"training.clip": -1})
+    with pytest.raises(UserError, match=r"training\.clip.*-1"):  # a string is one assignment, not its letters
+        oelm.train(data="a.csv", set="training.clip=-1")
     with pytest.raises(UserError, match="neither a file nor a shipped study"):
         oelm.study("none.toml")
 

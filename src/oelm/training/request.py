@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | Path
-Assignments = Mapping[str, Any] | Iterable[str]  # {"training.clip": 0.5}, or ["training.clip=0.5"]
+Assignments = Mapping[str, Any] | Iterable[str]  # {"training.clip": 0.5}, ["training.clip=0.5"], or that one
 Callback = Callable[[dict[str, Any]], None]
 SHORT = {"lm": "lm"}  # options that stand for a kind
 OPTIONS = (*FLAGS, *SHORT)
@@ -145,4 +145,4 @@ def split_assignments(flags: dict[str, Any], assignments: Assignments) -> tuple[
     """Keys with their values, and those that are still text: key=value."""
     if isinstance(assignments, Mapping):
         return flags | dict(assignments), []
-    return flags, list(assignments)
+    return flags, [assignments] if isinstance(assignments, str) else list(assignments)
