@@ -3,6 +3,7 @@
 import inspect
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,8 @@ def test_mistakes() -> None:
         oelm.train(data="a.csv", lm=True, kind="regression")
     with pytest.raises(UserError, match=r"training\.clip"):
         oelm.train(data="a.csv", set={"training.clip": -1})
+    with pytest.raises(UserError, match=r"training\.clip.*-1"):  # a string is one assignment, not its letters
+        oelm.train(data="a.csv", set="training.clip=-1")
     with pytest.raises(UserError, match="neither a file nor a shipped study"):
         oelm.study("none.toml")
 
@@ -145,6 +148,14 @@ def test_what_a_caller_of_python_relies_on(tmp_path, monkeypatch, capsys):
     with pytest.raises(oelm.Interrupted):
         oelm.train(data=tmp_path / "d.csv", **columns, **SMALL, steps=5000, out=tmp_path / "y", show=False,
                    stop_after=0.5)  # fmt: skip
+
+
+def test_a_time_limit_holds_in_a_thread(tales: Path, tmp_path: Path) -> None:
+    """Of a notebook's widget, or of asyncio.to_thread, where no signal arrives."""
+    given = {"data": tales, **SMALL, "steps": 1000, "out": tmp_path / "x", "show": False, "stop_after": 0.5}
+    with ThreadPoolExecutor(1) as pool, pytest.raises(oelm.Interrupted, match="time limit"):
+        pool.submit(lambda: oelm.train(**given)).result()
+    assert json.loads((tmp_path / "x" / "results.json").read_text())["status"] == "interrupted"
 
 
 def test_a_tab_in_a_text_of_a_pair_is_a_space():

@@ -16,7 +16,7 @@ from oelm.models.learned import changed_kinds, is_factor, is_qk_adapter
 from oelm.models.lora import adapted_layers
 from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
 from oelm.system.messages import Notice, notice
-from oelm.system.private_peft import is_adapted, is_adapter, plain_name
+from oelm.system.private_peft import BASE_LAYER, is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
 from oelm.system.shards import gathered
 
@@ -46,8 +46,9 @@ class Fingerprint:
         have no digest any more. `present` are the names of all parameters that there are now."""
         learned = {name for name in self.trainable if any(known(name) for known in LEARNED.values())}
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
+        now = {name: name if name in present else plain_name(name) for name in self.frozen}
         return Fingerprint(
-            {plain_name(name): "" if name in blank else digest for name, digest in self.frozen.items()},
+            {now[name]: "" if name in blank else digest for name, digest in self.frozen.items()},
             tuple(name for name in self.trainable if name in present or name not in learned),
             self.later,
         )
@@ -198,7 +199,12 @@ def merged_into(model: nn.Module, method: Method) -> set[str]:
     since the conversion."""
     sites = find_sites(model) if method.learns else []
     merged = [site for site in sites if getattr(site.module, "holds_learned", True)]
-    return {f"{site.path}.{kind}" for site in merged for kind in changed_kinds(method, site)}
+    adapted = {
+        path for path, layer in adapted_layers(model).items() if getattr(layer, "holds_learned", False)
+    }
+    return {f"{path}.{BASE_LAYER}.weight" for path in adapted} | {
+        f"{site.path}.{kind}" for site in merged for kind in changed_kinds(method, site)
+    }
 
 
 def holds_learned(model: nn.Module) -> bool:

@@ -90,6 +90,27 @@ def test_adapters_learn_and_are_saved_merged(peft, name, tmp_path):
     assert all(p.requires_grad for p in released.parameters())
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "modernbert"])
+def test_its_own_state_dict_is_loaded_whole_and_goes_on_learning(peft, name):
+    """As Hugging Face's Trainer does with its best checkpoint, and with the one it resumes from."""
+    model, _, before = trained(name)
+    expected, best = logits(model, inputs(model)), {k: v.clone() for k, v in model.state_dict().items()}
+    for strict in (True, False):
+        again, _, start = trained(name, steps=1)
+        assert again.load_state_dict(best, strict=strict).unexpected_keys == []
+        torch.testing.assert_close(logits(again, inputs(again)), expected, rtol=1e-4, atol=1e-5)
+        oelm.audit(again, start)
+        oelm.audit(again)
+    again.train()(**inputs(again)).loss.backward()
+    torch.optim.AdamW(again.parameters(), lr=1e-2).step()
+    assert not torch.allclose(logits(again, inputs(again)), expected, atol=1e-4)
+    oelm.audit(again, before)
+    key = next(key for key, p in again.named_parameters() if not p.requires_grad and "base_layer" not in key)
+    again.get_parameter(key).data[0] += 1e-3
+    with pytest.raises(AuditError, match="a frozen weight changed"):
+        oelm.audit(again, before)
+
+
 def test_the_start_depends_on_the_seed_alone(peft):
     models = [build("bert") for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):

@@ -9,11 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
+from oelm.config import make_config
 from oelm.data import open_store
 from oelm.errors import Interrupted, UserError
 from oelm.study.design import StudyConfig, make_study
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, EndedRun, Launcher, RunJob
+from oelm.study.launchers.local import LocalLauncher
 from oelm.study.scheduler import Scheduler
 from oelm.system.messages import notice
 from oelm.training.loop import train
@@ -109,3 +111,18 @@ def test_a_study_can_be_stopped_while_it_queues_its_runs(tmp_path):
     with pytest.raises(Interrupted):
         Scheduler([setting], tmp_path, launcher, "none").run(stop, lambda progress: None)
     assert launcher.taken == 3
+
+
+def test_what_a_plugin_prints_is_no_answer_of_a_worker(tmp_path, monkeypatch):
+    talk = "import os, sys\nprint('hello')\nos.write(1, b'from a library\\n')\nprint('ready', flush=True)\n"
+    (tmp_path / "talks.py").write_text(talk)
+    monkeypatch.chdir(tmp_path)
+    launcher = LocalLauncher(StudyConfig(jobs=1), 1e6, tmp_path / "log")
+    try:
+        launcher.start(RunJob(make_config({"plugins": ["talks"]}), tmp_path / "no-data", tmp_path / "run"))
+        ended = launcher.poll(60)
+    finally:
+        launcher.close()
+    assert ended is not None and ended.kind == "input" and "no-data" in str(ended.told)
+    lines = (tmp_path / "log" / "worker-0.log").read_text().splitlines()
+    assert sorted(lines) == ["from a library", "hello", "ready"]

@@ -451,6 +451,8 @@ def test_an_adapted_layer_has_the_parts_we_name():
     names = [name for name, _ in model.named_parameters() if not private_peft.is_adapter(name)]
     assert [private_peft.plain_name(name) for name in names] == plain
     assert [name for name in names if private_peft.is_adapted(name)] == ["0.base_layer.weight"]
+    zeroed = [p for name, p in model.named_parameters() if private_peft.is_second_factor(name)]
+    assert [p.shape[1] for p in zeroed] == [2]  # its rank
     x = torch.randn(3, 4)
     merged = nn.functional.linear(x, base.weight + private_peft.weight_change(layer), base.bias)
     torch.testing.assert_close(layer(x), merged)

@@ -9,6 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import oelm
 from oelm.config import make_config
 from oelm.data import Choice
+from oelm.errors import UserError
+from oelm.study.conduct import prepare_settings
+from oelm.study.design import make_study
 from oelm.training.loop import train
 from tests.training.processes import config, rows
 
@@ -38,6 +41,59 @@ class Recorder(tracking.GeneralTracker):
         self.heard.append(("finish", None))
 
 
+class Broken(Recorder):
+    name = "broken"
+
+    def start(self):
+        raise RuntimeError("no key is configured\nmore on that")
+
+
+class Lost(Recorder):
+    name = "lost"
+
+    def finish(self):
+        raise RuntimeError("the server is gone")
+
+
+@pytest.fixture
+def known(monkeypatch):
+    for kind in (Recorder, Broken, Lost):
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind.name, kind)
+    monkeypatch.setattr(Recorder, "heard", [])
+
+
+def texts_store(folder):
+    (folder / "texts.csv").write_text(rows(120))
+    return Choice(str(folder / "texts.csv"), tokenizer="train:300", max_length=64).store(
+        cache=folder / "cache"
+    )
+
+
+def test_one_that_cannot_start_is_told_in_one_line_and_leaves_no_other_open(tmp_path, known):
+    store = texts_store(tmp_path)
+    asked = make_config(config(steps=2, trackers=["recorder", "broken"]))
+    with pytest.raises(UserError, match=r"^tracker 'broken' cannot be started: no key is configured$"):
+        train(asked, store, tmp_path / "run", show=False)
+    assert Recorder.heard[-1] == ("finish", None)
+
+
+def test_one_that_cannot_be_closed_takes_nothing_from_a_run(tmp_path, known, monkeypatch, capsys):
+    store = texts_store(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    asked = make_config(config(steps=2, trackers=["lost", "recorder"]))
+    assert train(asked, store, ".")["status"] == "completed"
+    assert "note: tracker 'lost' was not closed: the server is gone" in capsys.readouterr().err
+    assert Recorder.heard[0] == ("new", "here") and Recorder.heard[-1] == ("finish", None)
+    assert train(asked, store, ".", overwrite=True, show=False)["status"] == "completed"  # it is unlocked
+
+
+def test_a_study_asks_for_a_missing_one_before_its_data_and_its_runs(tmp_path):
+    values = {"study": {"methods": ["oelm", "baseline"]}, "task": {"data": str(tmp_path / "no-data")}}
+    with pytest.raises(UserError, match="unknown tracker 'nope'"):
+        prepare_settings(make_study(values | {"training": {"trackers": ["nope"]}}))
+
+
 def test_tensorboard_has_what_the_log_has(tmp_path):
     (tmp_path / "texts.csv").write_text(rows(120))
     small = {"model": "gpt-tiny", "tokenizer": "train:300", "max_length": 32, "steps": 4, "show": False}
@@ -51,12 +107,8 @@ def test_tensorboard_has_what_the_log_has(tmp_path):
     assert [entry.value for entry in found] == pytest.approx(log["loss"].tolist())
 
 
-def test_a_tracker_hears_everything(tmp_path, monkeypatch):
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
-    (tmp_path / "texts.csv").write_text(rows(120))
-    store = Choice(str(tmp_path / "texts.csv"), tokenizer="train:300", max_length=64).store(
-        cache=tmp_path / "cache"
-    )
+def test_a_tracker_hears_everything(tmp_path, known):
+    store = texts_store(tmp_path)
     train(
         make_config(config(steps=4, eval_every=2, trackers=["recorder"])), store, tmp_path / "run", show=False
     )

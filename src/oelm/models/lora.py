@@ -1,7 +1,8 @@
 """LoRA, to compare with: low-rank adapters beside q and v, by PEFT, in a model that keeps its class.
 
 What trains is the adapters and the task's head. The state dict is that of the plain model with the adapters
-merged, so that whatever saves the model saves an ordinary checkpoint.
+merged, so that whatever saves the model saves an ordinary checkpoint. Loaded again, it stays merged: the
+adapters start anew beside it.
 """
 
 import importlib.util
@@ -15,7 +16,15 @@ from transformers import Conv1D
 from oelm.errors import UserError
 from oelm.models.families import find_sites
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.system.private_peft import BASE_LAYER, base_layer, has_lora, plain_name, weight_change
+from oelm.system.private_peft import (
+    BASE_LAYER,
+    base_layer,
+    has_lora,
+    is_adapter,
+    is_second_factor,
+    plain_name,
+    weight_change,
+)
 
 ADAPTED = ("q", "v")
 
@@ -48,6 +57,7 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
         parameter.requires_grad_(trains.get(plain_name(name), True))
     for layer in adapted_layers(model).values():
         layer.register_state_dict_post_hook(_save_merged)
+        layer.register_load_state_dict_pre_hook(_load_plain)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -70,3 +80,18 @@ def _save_merged(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None
             value = value.detach() + weight_change(layer).detach()
         if kind in ("weight", "bias"):
             state[prefix + kind] = value
+
+
+def _load_plain(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A plain projection is taken as it is, with an adapter beside it that changes nothing."""
+    if prefix + "weight" not in state:
+        return
+    for name, value in layer.named_parameters():
+        plain = prefix + name.removeprefix(f"{BASE_LAYER}.")
+        if plain in state:
+            state[prefix + name] = state.pop(plain)
+        elif is_adapter(f".{name}"):
+            state[prefix + name] = (torch.zeros_like if is_second_factor(name) else torch.clone)(
+                value.detach()
+            )
+    layer.holds_learned = True

@@ -42,6 +42,7 @@ def prepare_settings(study: Study) -> list[Setting]:
     settings = []
     for task in study.tasks:
         config = study.task_config(task)
+        results.check_trackers(config.training.trackers)  # or every run would be tried, and fail
         if study.table.launcher == "slurm" and study.table.slurm.gpus and device.type != "cuda":
             _refuse_open_keys(config)
         config, store = prepare_data(config, device, show=True)

@@ -25,6 +25,7 @@ from oelm.models.build import build_model
 from oelm.study.folder import Setting
 from oelm.system.files import cache_dir, read_object, write_json
 from oelm.system.plugins import load_plugins
+from oelm.system.terminal import answers_alone
 from oelm.training.evaluate import evaluate
 from oelm.training.parallel import process_state, same_bits
 from oelm.training.resolve import ResolvedRun, objective_of, resolve_run
@@ -166,7 +167,7 @@ def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]
 
 def main() -> None:
     """Measure one job: build and open everything, say so, wait for the others, measure."""
-    job = json.loads(sys.stdin.readline())
+    job, answers = json.loads(sys.stdin.readline()), answers_alone()
     state = process_state()
     started = time.monotonic()
     config, store = rebuild_config(job["config"]), open_store(job["store"])
@@ -176,7 +177,7 @@ def main() -> None:
     with same_bits(config.training.deterministic, state.device):
         step = make_step(run, objective, build_model(run.config, store)[0], state)
         setup = time.monotonic() - started
-        print("ready", flush=True)
+        print("ready", file=answers, flush=True)
         sys.stdin.readline()
 
         def wait() -> float:
@@ -205,7 +206,7 @@ def main() -> None:
         pace["evaluation"] = _evaluation(step, objective, split, wait)
     sizes = {name: float(objective.plan(name, 1, None, None).lengths.sum()) for name in (split, "test")}
     pace["test"] = pace["evaluation"] * sizes["test"] / sizes[split]
-    print(json.dumps(pace))
+    print(json.dumps(pace), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError,
 from oelm.system.files import write_json
 from oelm.system.messages import notice, read_notice
 from oelm.system.plugins import load_plugins
+from oelm.system.terminal import answers_alone
 from oelm.training.failure import failure_kind, reason_of
 from oelm.training.loop import train
 
@@ -136,10 +137,11 @@ def main() -> None:
         write_json(job.with_name(f"answer-{os.environ['RANK']}"), answer)
         sys.exit({"completed": 0, "interrupted": REQUEUE}.get(answer["status"], 1))
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
+    answers = answers_alone()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     while True:
         answer = run(jobs.get())
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

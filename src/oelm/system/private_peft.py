@@ -27,6 +27,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def is_second_factor(name: str) -> bool:
+    """Whether this is the B of an adapter B A: where it is 0, the adapter changes nothing."""
+    return "lora_B." in name
+
+
 def is_adapted(name: str) -> bool:
     """Whether a parameter of this name is a weight that an adapter will change when it is merged."""
     return name.endswith(f".{BASE_LAYER}.weight")

@@ -43,6 +43,15 @@ def columns(most: int) -> int:
     return max(40, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
+def answers_alone() -> TextIO:
+    """Standard output for the answers of a process that another one reads. From here on everything else that
+    is printed, by a plugin or a library, goes to standard error."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
 def silence(stream: TextIO) -> None:
     """Let a stream that cannot be written any more write to nowhere."""
     with open(os.devnull, "w") as nowhere:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | Path
-Assignments = Mapping[str, Any] | Iterable[str]  # {"training.clip": 0.5}, or ["training.clip=0.5"]
+Assignments = Mapping[str, Any] | Iterable[str]  # {"training.clip": 0.5}, ["training.clip=0.5"], or that one
 Callback = Callable[[dict[str, Any]], None]
 SHORT = {"lm": "lm"}  # options that stand for a kind
 OPTIONS = (*FLAGS, *SHORT)
@@ -124,9 +124,11 @@ def run_training(
         from oelm.training.loop import train as train_run
         from oelm.training.parallel import process_state
         from oelm.training.resolve import default_folder, prepare_data
+        from oelm.training.results import check_trackers
         from oelm.training.stopping import stopping
 
     Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
+    check_trackers(config.training.trackers)
     folder, state, began = Path(out or default_folder(config)), process_state(), time.monotonic()
     if config.training.eval_every == "auto" and (folder / "config.toml").is_file() and not overwrite:
         there = read_config(folder).training.eval_every  # a run that is resumed or extended keeps its own
@@ -143,4 +145,4 @@ def split_assignments(flags: dict[str, Any], assignments: Assignments) -> tuple[
     """Keys with their values, and those that are still text: key=value."""
     if isinstance(assignments, Mapping):
         return flags | dict(assignments), []
-    return flags, list(assignments)
+    return flags, [assignments] if isinstance(assignments, str) else list(assignments)

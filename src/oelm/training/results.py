@@ -19,6 +19,7 @@ from oelm.errors import UserError
 from oelm.models.folder import model_card, write_model
 from oelm.models.frozen_state import unfreezing_groups
 from oelm.models.gpt_sizes import numerics_of
+from oelm.system.library_errors import first_line
 from oelm.system.messages import notice
 from oelm.system.private_accelerate import RUN_NAMES, lacks_package, tracker_classes
 from oelm.training.failure import failure_kind, reason_of
@@ -226,17 +227,34 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    started = []
+    """All trackers of a run, or none: one that cannot be started leaves no other open."""
+    started: list[Any] = []
+    folder = run.folder.path.resolve()  # "." has no name
     for name in run.config.training.trackers:
         kind = tracker_classes()[name]
-        folder = {"logging_dir": str(run.folder.path)} if kind.requires_logging_directory else {}
-        names = {RUN_NAMES[name]: run.folder.path.name} if name in RUN_NAMES else {}
-        tracker = kind(PROJECT if names else run.folder.path.name, **folder, **names)
-        tracker.start()
+        where = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+        names = {RUN_NAMES[name]: folder.name} if name in RUN_NAMES else {}
         settings = flat(run.config.to_dict())
-        tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
-        started.append(tracker)
+        try:
+            tracker = kind(PROJECT if names else folder.name, **where, **names)
+            tracker.start()
+            started.append(tracker)
+            tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
+        except Exception as error:  # no server, no key: every tracker has errors of its own
+            finish_trackers(started)
+            raise UserError(f"tracker {name!r} cannot be started: {first_line(error)}") from error
     return started
+
+
+def finish_trackers(trackers: Iterable[Any]) -> list[str]:
+    """Close trackers, and say which could not be: what a run recorded does not depend on them."""
+    failed = []
+    for tracker in trackers:
+        try:
+            tracker.finish()
+        except Exception as error:
+            failed.append(f"tracker {tracker.name!r} was not closed: {first_line(error)}")
+    return failed
 
 
 def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) -> None:

@@ -94,8 +94,8 @@ class Run:
         self.display.close()
         if self.log is not None:
             self.log.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        for problem in results.finish_trackers(self.trackers):
+            self.display.say(f"note: {problem}")
         self.step.close()
 
 

@@ -29,7 +29,15 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python delivers signals to the main thread only
+        # Python delivers signals to the main thread only: here the time limit is seen where the run looks.
+        limit = threading.Timer(stop_after or 0, setattr, (stop, "reason", notice("stop.time_limit")))
+        limit.daemon = True
+        if stop_after is not None:
+            limit.start()
+        try:
+            yield stop
+        finally:
+            limit.cancel()
         return
     names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
     if stop_after is not None:  # without a limit the alarm stays its owner's
