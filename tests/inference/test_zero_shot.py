@@ -166,6 +166,8 @@ def test_mistakes_are_one_line(words, message, oelm_cli, models, file):
 def test_options_without_zero_shot_and_tasks_without_labels_are_refused(oelm_cli, models, tmp_path):
     code, _, err = oelm_cli("evaluate", models["gpt2"], "--template", "{text} It was")
     assert code == 2 and "belong to --zero-shot" in err
+    code, _, err = oelm_cli("evaluate", models["gpt2"], "--prompts", "5")
+    assert code == 2 and "belong to --generation" in err
     data = corpus(tmp_path)
     words = ("--zero-shot", "tinystories", "--template", "{text} x", "--data-dir", data)
     code, _, err = oelm_cli("evaluate", models["gpt2"], *words)

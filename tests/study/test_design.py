@@ -148,6 +148,10 @@ def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path):
     (tmp_path / "run.toml").write_text("[task]\nname = 'imdb'\n")
     with pytest.raises(UserError, match="no \\[study\\] table"):
         read_study(str(tmp_path / "run.toml"))
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "study.toml").write_text("[study]\n")
+    with pytest.raises(UserError, match=f"oelm study --out {tmp_path / 's'} goes on with it"):
+        read_study(str(tmp_path / "s"))
 
 
 @pytest.mark.parametrize("name", list(shipped_studies()))

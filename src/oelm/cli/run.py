@@ -117,12 +117,16 @@ def evaluate(
         )
     if zero_shot is not None and template is None:
         raise UserError("--zero-shot needs a --template, for example '{text} It was'")
+    writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
+    if not generation and writing != Writing(seed=seed):
+        raise UserError(
+            "--prompts, --prompt-tokens, --tokens, --temperature and --top-k belong to --generation"
+        )
     trained = Trained(run)
     answer: dict[str, Any] = {}
     if not generation and (zero_shot is None or "name" in changes or "data" in changes):
         answer = trained.evaluate(split, show=True, **changes)
     if generation:
-        writing = Writing(prompts, prompt_tokens, tokens, temperature, top_k, seed)
         answer["generation"] = trained.generation(split, writing, **changes)
     if zero_shot is not None:
         assert template is not None

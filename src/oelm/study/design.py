@@ -377,6 +377,8 @@ def read_study(name: str) -> dict[str, Any]:
 
             values["task"] |= dict(zip(("data", "test_file"), map(str, demo_files()), strict=True))
         return values
+    if Path(name, "study.toml").is_file():
+        raise UserError(f"{name} is the folder of a study: oelm study --out {name} goes on with it")
     if not Path(name).is_file():
         raise UserError(f"{name!r} is neither a file nor a shipped study; shipped: {', '.join(shipped)}")
     values = read_toml(name)
