@@ -3,7 +3,7 @@ not say. Made from records alone, so that the same records give the same page.""
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -52,7 +52,10 @@ def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tup
     # A study whose plan was not recorded before its first test result decides nothing, and is not shown.
     planned = [a for a in given.analyses if a.study is not None and not a.unplanned]
     views = [View(analysis, Words("en")) for analysis in planned]
-    claims = {verdict.id: _claim_picture(verdict) for verdict in verdicts}
+    folders = {
+        analysis.title: analysis.groups[0].folder.name for analysis in given.analyses if analysis.groups
+    }
+    claims = {verdict.id: _claim_picture(verdict, folders) for verdict in verdicts}
     rates = [picture for view in views for picture in _view_pictures(view)]
     language = language_settings(planned)
     shown = [record for analysis in planned for record in analysis.records]
@@ -306,15 +309,16 @@ def _is_lost(group: Group, run: Any, best: float) -> bool:
 # Pictures --------------------------------------------------------------------------------------------------
 
 
-def _claim_picture(verdict: Verdict) -> Picture | None:
-    """Every setting's number with its interval, and the published figure where there is one."""
+def _claim_picture(verdict: Verdict, folders: Mapping[str, str]) -> Picture | None:
+    """Every setting's number with its interval, and the published figure where there is one; `folders` are
+    the names of studies' folders, by their titles."""
     rows = [f for f in verdict.details if f.number is not None and f.unit != "settings"]
     if not rows:
         return None
     unit = data.claim_data()["units"][rows[0].unit][0]
     labels = [finding.label for finding in rows]
     names = [
-        label if labels.count(label) == 1 else f"{label}, {finding.study or finding.source}"
+        label if labels.count(label) == 1 else f"{label}, {folders.get(finding.source, finding.source)}"
         for label, finding in zip(labels, rows, strict=True)
     ]
 

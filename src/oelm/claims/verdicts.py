@@ -43,7 +43,6 @@ class Finding:
     reason_zh: str
     published: float | None = None  # in the same unit
     name: str = ""  # of the task, with the part of its texts that models train on
-    study: str = ""  # the name of its folder
 
     @property
     def label(self) -> str:
@@ -178,7 +177,7 @@ def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
             Finding(
                 case.task, case.model, case.source, verdict, case.mean, case.interval, case.n, case.unit, p,
                 bool(case.problem), join(why), *join(sentences), case.part.published,
-                *((case.setting.group.name, case.setting.group.folder.name) if case.setting else ()),
+                case.setting.group.name if case.setting else "",
             )
         )  # fmt: skip
     return findings
@@ -350,7 +349,7 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
     place = (group.task, setting.model, setting.analysis.title)
     return Finding(
         *place, verdict, number, interval, trials, "ratio", None, number is None, why, *reason,
-        name=group.name, study=group.folder.name,
+        name=group.name,
     )  # fmt: skip
 
 
