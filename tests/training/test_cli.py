@@ -316,6 +316,9 @@ def test_other_data_is_measured_as_other_data(oelm_cli, run, world):
     code, out, err = oelm_cli("evaluate", run, "--data", "other.csv", "--json")
     assert code == 0, err
     assert json.loads(out)["items"] == 10
+    (world / "unlabelled.csv").write_text("text,other\n" + "a,b\n" * 40)  # no option would help
+    code, _, err = oelm_cli("evaluate", run, "--data", "unlabelled.csv")
+    assert code == 2 and "has no column 'label'; it has: text, other\n" in err
 
 
 def test_pairs_stay_pairs_through_a_prepared_store(oelm_cli, world):

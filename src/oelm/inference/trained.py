@@ -108,8 +108,8 @@ class Trained:
             other = ("name", "data", "test_file", "train_size", "train_on")
             changes = dict.fromkeys(other) | {"hold_out": True} | changes
             known = getattr(self.model.config, "task_kind", None)
-            if changes["data"] and not task.kind and known and task_kind(known).stream:
-                changes = {"kind": known} | changes  # known from the .txt file of its training
+            if changes["data"] and not task.kind and known:
+                changes = {"kind": known} | changes  # the files of its training may have told it
         if changes.get("name"):  # which a file's columns say nothing of
             own = ("text", "label", "text_pair", "target", "kind", "metric")
             changes = {name: getattr(TaskConfig, name) for name in own} | changes
