@@ -154,4 +154,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # the study that is being made has heard it too, and saves
+        sys.exit(130)
