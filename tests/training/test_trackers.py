@@ -10,7 +10,7 @@ import oelm
 from oelm.config import make_config
 from oelm.data import Choice
 from oelm.errors import UserError
-from oelm.study.conduct import prepare_settings
+from oelm.study.conduct import conduct, prepare_settings
 from oelm.study.design import make_study
 from oelm.training.loop import train
 from tests.training.processes import config, rows
@@ -91,7 +91,15 @@ def test_one_that_cannot_be_closed_takes_nothing_from_a_run(tmp_path, known, mon
 def test_a_study_asks_for_a_missing_one_before_its_data_and_its_runs(tmp_path):
     values = {"study": {"methods": ["oelm", "baseline"]}, "task": {"data": str(tmp_path / "no-data")}}
     with pytest.raises(UserError, match="unknown tracker 'nope'"):
-        prepare_settings(make_study(values | {"training": {"trackers": ["nope"]}}))
+        conduct(make_study(values | {"training": {"trackers": ["nope"]}}), tmp_path / "s", None, print)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_study_whose_records_are_only_imported_needs_no_tracker(tmp_path):
+    store = texts_store(tmp_path)
+    values = {"study": {"methods": ["oelm", "baseline"]}, "task": {"data": str(store.folder)}}
+    values |= {"model": {"name": "gpt-tiny"}, "training": {"trackers": ["nope"], "steps": 1}}
+    assert prepare_settings(make_study(values))
 
 
 def test_tensorboard_has_what_the_log_has(tmp_path):

@@ -42,7 +42,6 @@ def prepare_settings(study: Study) -> list[Setting]:
     settings = []
     for task in study.tasks:
         config = study.task_config(task)
-        results.check_trackers(config.training.trackers)  # or every run would be tried, and fail
         if study.table.launcher == "slurm" and study.table.slurm.gpus and device.type != "cuda":
             _refuse_open_keys(config)
         config, store = prepare_data(config, device, show=True)
@@ -154,6 +153,9 @@ def conduct(
     folder = StudyFolder(out)
     with folder.lock(study), stopping(stop_after) as stop:
         (out / "cancel").unlink(missing_ok=True)
+        if study.table.launcher == "local":  # or every run would be tried, and fail
+            for task in study.tasks:
+                results.check_trackers(study.task_config(task).training.trackers)
         for seeds in study.looks:
             study = replace(study, table=replace(study.table, seeds=seeds))
             settings = prepare_settings(study)
