@@ -1,5 +1,6 @@
 """What a study compares: tasks x methods x learning rates x seeds, as one value and as a TOML file."""
 
+import shlex
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -378,7 +379,8 @@ def read_study(name: str) -> dict[str, Any]:
             values["task"] |= dict(zip(("data", "test_file"), map(str, demo_files()), strict=True))
         return values
     if Path(name, "study.toml").is_file():
-        raise UserError(f"{name} is the folder of a study: oelm study --out {name} goes on with it")
+        again = f"oelm study --out {shlex.quote(name)}"
+        raise UserError(f"{name} is the folder of a study: {again} goes on with it")
     if not Path(name).is_file():
         raise UserError(f"{name!r} is neither a file nor a shipped study; shipped: {', '.join(shipped)}")
     values = read_toml(name)

@@ -338,7 +338,7 @@ def _other_run(results: dict[str, Any], config: RunConfig) -> Notice | None:
     for key in ("seed", "lr"):
         made, asked = results.get(key), getattr(config.training, key)
         if made is not None and made != asked:
-            return notice("value.of_another", key=key, value=str(made)[:40], other=f"{asked:g}")
+            return notice("value.of_another", key=key, value=str(made)[:40], other=str(asked))
     return None
 
 
