@@ -22,9 +22,8 @@ from pathlib import Path
 
 from oelm.cli.options import seconds_of
 from oelm.errors import REQUEUE
-from oelm.study.records import digest
+from oelm.study.folder import StudyFolder
 from oelm.study.request import plan_study
-from oelm.system.files import write_json
 
 HERE = Path(__file__).parent
 STUDIES = Path("studies")
@@ -73,7 +72,7 @@ def write_plan(entry: Entry, results: Path) -> None:
         return
     study, _ = plan_study(entry.study, folder / "not-there", {}, {}, entry.set)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "study.json", {"plan": study.plan, "plan_digest": digest(study.plan)})
+    StudyFolder(folder).write_plan(study)
     print(f"{entry.name}: {folder / 'study.json'}")
 
 

@@ -55,7 +55,7 @@ def predict(
 
     Examples: oelm predict runs/x mails.csv --text body --out p.csv; echo 'a fine film' | oelm predict runs/x
     """
-    from oelm.data.table_writer import check_new_table, json_line, write_table
+    from oelm.data.table_writer import as_json, check_new_table, write_table
     from oelm.inference import tables
     from oelm.inference.prediction import open_lines
     from oelm.inference.predictor import open_trained
@@ -74,7 +74,7 @@ def predict(
         rows, names, schema = trained.predict(open_lines(file), note), [], None
     if out is None:
         for row in rows:
-            say(json_line(row))
+            say(as_json(row))
     else:
         count = write_table(out, watched(rows), names, schema and schema())
         note(f"{out}: {count:,} rows")

@@ -39,12 +39,8 @@ def write_table(path: Path, rows: Iterable[Row], names: list[str], schema: Any =
         return write(file, rows, names, "\t" if kind == ".tsv" else ",")
 
 
-def json_line(row: Row) -> str:
-    """A row as JSON; what JSON does not know (dates, decimals) as text, NaN and infinities as null."""
-    return _as_json(row)
-
-
-def _as_json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """On one line; what JSON does not know (dates, decimals) as text, NaN and infinities as null."""
     try:
         return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
     except ValueError:  # a reader of JSON would refuse what json.dumps writes for them
@@ -62,7 +58,7 @@ def _finite(value: Any) -> Any:
 def _json_lines(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> int:
     count = 0
     for count, row in enumerate(rows, 1):  # noqa: B007
-        file.write(json_line(row).encode() + b"\n")
+        file.write(as_json(row).encode() + b"\n")
     return count
 
 
@@ -85,7 +81,7 @@ def _csv(file: IO[bytes], rows: Iterable[Row], names: list[str], mark: str) -> i
 
 
 def _cell(value: Any) -> Any:
-    return _as_json(value) if isinstance(value, dict | list) else value
+    return as_json(value) if isinstance(value, dict | list) else value
 
 
 def _parquet(file: IO[bytes], rows: list[Row], schema: Any, path: Path) -> int:

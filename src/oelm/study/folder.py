@@ -160,8 +160,11 @@ class StudyFolder:
             self._check_data(study, settings)
         records = find_records(self.path / "runs", []) if (self.path / "runs").exists() else ()
         if all(record.test is None for record in records):
-            self.write(plan=study.plan, plan_digest=digest(study.plan))
+            self.write_plan(study)
         files.write_text(self.path / "study.toml", to_toml(study.as_written()))
+
+    def write_plan(self, study: Study) -> None:
+        self.write(plan=study.plan, plan_digest=digest(study.plan))
 
     def plan(self) -> dict[str, Any] | None:
         """What was planned before the first test result; None where no plan was recorded."""
