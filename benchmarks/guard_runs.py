@@ -66,6 +66,7 @@ GPU: dict[str, dict[str, Any]] = {
     "fast paths off": BF16 | {"training.fast": False},
     "fast paths off, fp32": FP32 | {"training.fast": False},
     "language model": BF16 | {"data": "corpus"},
+    "language model, rotary positions": BF16 | {"data": "corpus", "model.positions": "rotary"},
     "language model, value-only scores": BF16 | {"data": "corpus", "method.name": "oelm-value-only"},
     "language model, fp32": FP32 | {"data": "corpus"},
     "language model, fast paths off": BF16 | {"data": "corpus", "training.fast": False},

@@ -2,6 +2,7 @@
 shared memory it needs with what `speed/capabilities.py` says. Run by test_interpreted.py."""
 
 import sys
+from typing import Any
 
 import torch
 import triton
@@ -16,14 +17,15 @@ from oelm.speed.kernels import (
     cross_entropy_triton,
     joint_triton,
     norm_triton,
+    rotary_triton,
     rows_triton,
     value_only_triton,
 )
 
 NAMES = {  # of the kernels in `KERNELS`, by their modules
     "adamw_triton": "adamw", "attention_triton": "attention", "cross_entropy_triton": "cross_entropy",
-    "joint_triton": "attention", "norm_triton": "norm", "rows_triton": "rows",
-    "value_only_triton": "value_only",
+    "joint_triton": "attention", "norm_triton": "norm", "rotary_triton": "rotary",
+    "rows_triton": "rows", "value_only_triton": "value_only",
 }  # fmt: skip
 
 
@@ -43,13 +45,14 @@ class Gpu:
 driver.set_active(Gpu())
 
 
-def check(kernel: triton.JITFunction, *args: object, **kwargs: object) -> None:
+def check(kernel: triton.JITFunction, *args: object, **kwargs: object) -> Any:
     made = kernel.warmup(*args, grid=(1,), **kwargs)
     name = NAMES[kernel.__module__.rpartition(".")[2]]
     names = ("attention", "value_only") if kernel is attention_triton.forward_kernel else (name,)
     for name in names:
         assert made.metadata.shared <= KERNELS[name] <= LEAST_SHARED, (kernel, kwargs, made.metadata.shared)
     assert "cubin" in made.asm
+    return made
 
 
 numbers, bounds = MockTensor(torch.float32), MockTensor(torch.int32)
@@ -99,6 +102,16 @@ check(rows_triton._order_kernel, MockTensor(torch.int64), bounds, bounds, 4700, 
 check(rows_triton._row_sums_kernel, numbers, bounds, bounds, numbers, 4700, 512, **rows_triton.SUM)
 check(norm_triton._places_kernel, MockTensor(torch.int64), *[numbers] * 2, bounds, 8, 512, WIDTH=512)
 check(norm_triton._column_sums_kernel, numbers, numbers, 528, 1024, **norm_triton.SUMS)
+for dtype in rotary_triton.DTYPES:
+    x = MockTensor(dtype)
+    sizes = 262_144, 512, 8, 32, 786_432, 1_536, 64
+    for back in (False, True):
+        made = check(
+            rotary_triton._rotate_kernel, x, numbers, numbers, x, *sizes,
+            BACK=back, ROWS=rotary_triton.TILE // 32, WIDTH=32, **rotary_triton.OPTIONS,
+        )  # fmt: skip
+        if dtype == torch.float16 or int(sys.argv[1]) >= 90:  # before, a product in bf16 is one of these
+            assert "fma" not in made.asm["ptx"], "a product and a sum must be rounded one after the other"
 for dtype in (torch.bfloat16, torch.float32):
     x = MockTensor(dtype)
     tile = norm_triton._tile(torch.empty(1, 512, device="meta"))

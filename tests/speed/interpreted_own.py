@@ -20,7 +20,7 @@ from oelm.speed import adamw as fast_adamw
 from oelm.speed.adamw import RecordableAdamW, clip_in_step, fault_of
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.forward import FastForward
-from oelm.speed.kernels import adamw_triton, joint_triton, norm_triton
+from oelm.speed.kernels import adamw_triton, joint_triton, norm_triton, rotary_triton
 from oelm.speed.operations import Lookup, add_norm, joint_attention, pick_rows, portable
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_run
@@ -369,9 +369,10 @@ def test_empty_texts_anywhere(lengths: list[int], labels: list[int]) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
-def made(head: str, method: str) -> tuple[Any, dict[str, Any]]:
+def made(head: str, method: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """A small model and a batch for it."""
-    config = oelm.OelmGPTConfig(num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, num_labels=3)
+    sizes = {"num_layers": 2, "num_heads": 2, "d_model": 32, "d_ff": 64, "vocab_size": 50, "num_labels": 3}
+    config = oelm.OelmGPTConfig(**sizes, **options)
     kind = oelm.OelmGPTForCausalLM if head == "causal" else oelm.OelmGPTForSequenceClassification
     model = kind(config)
     oelm.convert(model, method, seed=0)
@@ -417,6 +418,34 @@ def test_a_step_as_a_gpu_takes_it(head: str, method: str) -> None:
         spread.append({name: error(found[name], exact[name].double()) for name in found})
     for name, theirs in spread[0].items():
         assert spread[1][name] <= 2 * theirs + 1e-3, name
+
+
+@pytest.mark.parametrize("method", ["baseline", "oelm-scale"])
+@pytest.mark.parametrize("head", ["causal", "classifier"])
+def test_rotary_positions_by_the_kernel_have_the_same_bits(
+    head: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = made(head, method, positions="rotary")
+    turned, launch = [], rotary_triton.launch
+
+    def counted(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        turned.append(x.shape)
+        return launch(x, *rest, **options)
+
+    monkeypatch.setattr(rotary_triton, "launch", counted)
+    results = []
+    for dtypes in (rotary_triton.DTYPES, ()):
+        monkeypatch.setattr(rotary_triton, "DTYPES", dtypes)
+        model.zero_grad()
+        half = Bf16Copies(model, torch.bfloat16, switch(model, True))
+        half.refresh()
+        with half.installed(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs).loss
+            loss.backward()
+        half.collect()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(turned) == 8  # q and k of two layers, forward and backward
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("method", ["baseline", "oelm", "oelm-value-only", "oelm-lora"])

@@ -5,6 +5,7 @@ import pytest
 import ranges
 import torch
 
+from oelm.speed.kernels import rotary_triton
 from oelm.speed.kernels.attention_triton import INTERPRETED
 
 if INTERPRETED:
@@ -62,6 +63,20 @@ def test_cross_entropy(dtype, case, smoothing):
 @pytest.mark.parametrize(("slope", "count"), [(1.0, 33), (0.0, 3), (1e4, 1)])
 def test_norms(late, case, slope, count):
     ranges.norm(HERE, late, *case, slope, count)
+
+
+# (texts, places, heads, numbers of a head): one of each, around a program's rows, and sizes that models have
+TURNED = [(1, 1, 1, 2), (2, 17, 3, 20), (3, 33, 2, 64)]
+if not INTERPRETED:
+    TURNED += [(64, 512, 8, 64), (2, 333, 3, 128), (1, 4700, 8, 64)]
+
+
+@pytest.mark.parametrize("size", [*ranges.SIZES, 1e38, 0.0])
+@pytest.mark.parametrize("shape", TURNED, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", rotary_triton.DTYPES, ids=str)
+def test_rotary_positions(dtype, packed, shape, size):
+    ranges.rotary(HERE, dtype, size, shape, packed)
 
 
 @pytest.mark.parametrize("size", [*ranges.SIZES, 0.0])

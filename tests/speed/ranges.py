@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oelm.data.assemble import Packing
+from oelm.models import gpt_block
+from oelm.models.gpt_block import rotation_of
 from oelm.speed.kernels import adamw_triton, cross_entropy_triton, norm_triton
-from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, row_sums
+from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, rotate, row_sums
 from oelm.speed.value_only import packed_value_only
 
 HEAD_DIM = 64
@@ -242,6 +244,23 @@ def norm(where: Where, late: torch.dtype, level: float, spread: float, slope: fl
         total, out = add_norm(x, more, layer, None)
     torch.testing.assert_close(total, x + more)
     assert out.isfinite().all()
+
+
+def rotary(where: Where, dtype: torch.dtype, size: float, shape: tuple[int, ...], packed: bool) -> None:
+    """Of a part of a joint product: the bits of PyTorch's operations, of the gradient, too."""
+    texts, length, heads, width = shape
+    joint = (torch.randn(texts, length, 3 * heads * width, device=where.device) * size).to(dtype)
+    x = joint.chunk(3, -1)[1].unflatten(-1, (heads, width)).requires_grad_()
+    place = torch.randint(0, 512, (texts, length)) if packed else torch.arange(length).expand(texts, -1)
+    rotation = rotation_of(place.to(where.device), width, 10000.0)
+    # The gradient comes from attention, where heads come before places.
+    grad = (torch.randn(texts, heads, length, width, device=where.device) * size).to(dtype).transpose(1, 2)
+    found, right = rotate(x, rotation), gpt_block.rotate(x, rotation)
+    with torch.no_grad():
+        without_gradient = rotate(x, rotation)
+    grads = [torch.autograd.grad(out, x, grad)[0] for out in (found, right)]
+    for ours, theirs in ((found, right), (without_gradient, right), grads):
+        assert ours.is_contiguous() and torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
 def adamw(where: Where, size: float, clip: float, decay: float) -> None:

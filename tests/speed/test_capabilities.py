@@ -34,7 +34,7 @@ MACHINES = {
 }
 COLUMNS = {
     "packed texts": ("packed",), "CUDA graphs": ("graphs",), "bf16 copies": ("bf16_copies",),
-    "attention, norms": ("attention", "norm"), "value-only": ("value_only",),
+    "attention, norms": ("attention", "norm"), "value-only": ("value_only",), "rotary": ("rotary",),
     "loss": ("cross_entropy",), "embedding's gradient": ("rows",), "AdamW": ("adamw",),
 }  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"

@@ -29,7 +29,7 @@ LEAST_SHARED = 99 * 1024  # bytes of shared memory that a program has on every G
 # Bytes that a program of each needs at most, compiled for 8.0 to 12.0 (tests/speed/compile_kernels.py).
 KERNELS = {
     "attention": 82_944, "norm": 4_096, "value_only": 82_944, "cross_entropy": 128, "rows": 2_048,
-    "adamw": 8_192,
+    "adamw": 8_192, "rotary": 0,
 }  # fmt: skip
 WHERE_MEASURED = ("attention", "norm")
 

@@ -29,7 +29,7 @@ from oelm.models.gpt import (
     OelmGPTPreTrainedModel,
     last_positions,
 )
-from oelm.models.gpt_block import Block, SelfAttention, masked_attention, rotate
+from oelm.models.gpt_block import Block, SelfAttention, masked_attention
 from oelm.speed import operations
 from oelm.speed.capabilities import runs
 from oelm.speed.value_only import packed_value_only, value_only_attention
@@ -174,7 +174,8 @@ class FastForward:
         parts = _project(attn, x, asking, joint)
         q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)  # (B, T, H, D)
         if rotation is not None:
-            q, k = rotate(q, _rotation_at(rotation, rows)), rotate(k, rotation)
+            q = operations.rotate(q, _rotation_at(rotation, rows))
+            k = operations.rotate(k, rotation)
         if packing is not None:  # one row of packed texts
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (T, H, D)
             if attn.value_only and rows is None:

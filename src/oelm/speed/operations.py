@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.data.assemble import Packing
+from oelm.models import gpt_block
 from oelm.speed.capabilities import runs
 from oelm.system.private_torch import varlen_attn
 
@@ -23,11 +24,12 @@ try:
         heads_triton,
         joint_triton,
         norm_triton,
+        rotary_triton,
     )
     from oelm.speed.kernels.rows_triton import row_sums
 except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
     attention_triton = cross_entropy_triton = joint_triton = norm_triton = None  # type: ignore[assignment]
-    heads_triton = None  # type: ignore[assignment]
+    heads_triton = rotary_triton = None  # type: ignore[assignment]
     row_sums = None  # type: ignore[assignment]
 
 # On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
@@ -156,6 +158,16 @@ def portable(
     token = torch.arange(len(q), device=q.device)
     text = torch.searchsorted(ends, token, right=True)
     return out.flatten(0, 1).index_select(0, text * packing.longest + token - starts[text])
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """`gpt_block.rotate`, to the bit."""
+    if rotary_triton is None or x.dtype not in rotary_triton.DTYPES:
+        return gpt_block.rotate(x, rotation)
+    if not (runs("rotary", x.device) and run_here(x)):
+        return gpt_block.rotate(x, rotation)
+    trains = x.requires_grad and torch.is_grad_enabled()
+    return rotary_triton.Rotation.apply(x, rotation) if trains else rotary_triton.launch(x, rotation)
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | None) -> tuple[Tensor, Tensor]:

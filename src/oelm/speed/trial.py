@@ -14,6 +14,7 @@ from oelm.speed.kernels import (
     heads_triton,
     joint_triton,
     norm_triton,
+    rotary_triton,
     value_only_triton,
 )
 from oelm.speed.kernels.rows_triton import row_sums
@@ -71,6 +72,9 @@ def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
         for causal, packed in ((True, None), (False, bounds)):
             joint_triton.forward(zeros(1, 16, 3, 2, 64), packed, causal, 0.125)[0].sum().backward()
 
+    def rotary() -> None:
+        rotary_triton.Rotation.apply(zeros(1, 4, 2, 64), zeros(2, 1, 4, 1, 32, grad=False)).sum().backward()
+
     def value_only() -> None:
         q, k = zeros(1, 2, 16, 64, grad=False), zeros(1, 2, 16, 64, grad=False)
         value_only_triton.value_only(q, k, zeros(1, 2, 16, 64), None, True, 0.125)[0].sum().backward()
@@ -84,5 +88,5 @@ def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
 
         return trial
 
-    every = (rows, adamw, cross_entropy, norm, attention, value_only)
+    every = (rows, adamw, rotary, cross_entropy, norm, attention, value_only)
     return {work.__name__: checked(work) for work in every}
