@@ -94,19 +94,26 @@ PATHS: dict[str, Patch] = {
     "cross-entropy kernel": replaced(operations, "cross_entropy_for", lambda *_: None),
     "kernel for the embedding's gradient": replaced(operations, "row_sums", None),
     "last block of pooled tokens only": whole_last_block,
+    "rotary kernel": replaced(operations, "rotary_triton", None),
 }
-CLASSIFIER = [name for name in PATHS if "cross" not in name]
-LANGUAGE = [name for name in PATHS if "row" not in name and "pack" not in name and "last" not in name]
+ROTARY = ["rotary kernel"]
+CLASSIFIER = [name for name in PATHS if "cross" not in name and name not in ROTARY]
+LANGUAGE = [
+    name for name in PATHS
+    if "row" not in name and "pack" not in name and "last" not in name and name not in ROTARY
+]  # fmt: skip
 BERT = [name for name in PATHS if any(part in name for part in ("graphs", "copies", "AdamW", "row"))]
 
 
 class Arm:
     """Steps of one case, perhaps without one path."""
 
-    def __init__(self, store: Any, model: str, batch: int, patch: Patch = contextlib.nullcontext) -> None:
+    def __init__(
+        self, store: Any, model: ModelConfig, batch: int, patch: Patch = contextlib.nullcontext
+    ) -> None:
         self.patch, self.state, self.taken = patch, process_state(), 0
         config = RunConfig(
-            task=TaskConfig(max_length=store.max_length), model=ModelConfig(name=model),
+            task=TaskConfig(max_length=store.max_length), model=model,
             method=MethodConfig(name="baseline"),
             training=TrainingConfig(steps=10**6, batch_size=batch, warmup=0, schedule="constant", lr=1e-4),
         )  # fmt: skip
@@ -149,10 +156,11 @@ def compared(full: Arm, other: Arm, rounds: int, window: float) -> dict[str, Any
     return {"ms": ms[0], "without_ms": ms[1], "ratio": statistics.median(ratios), "ratios": ratios}
 
 
-def cases(asked: Any, folder: str) -> dict[str, tuple[Any, str, int, list[str]]]:
+def cases(asked: Any, folder: str) -> dict[str, tuple[Any, ModelConfig, int, list[str]]]:
     """name -> dataset, model, batch size, paths"""
     tiny = asked.tiny
-    gpt, size, steps, longest = ("gpt-tiny", "tiny", 4, 64) if tiny else ("gpt-medium-512", "base", 60, 512)
+    name, size, steps, longest = ("gpt-tiny", "tiny", 4, 64) if tiny else ("gpt-medium-512", "base", 60, 512)
+    gpt, rotary = ModelConfig(name=name), ModelConfig(name=name, positions="rotary")
     texts, vocab = 16 * steps, 50257
 
     def dataset(given: Path | None, kind: str) -> Any:
@@ -164,11 +172,13 @@ def cases(asked: Any, folder: str) -> dict[str, tuple[Any, str, int, list[str]]]
     short = made_texts(
         "made pairs", made_lengths("pairs", texts, min(longest, 128)), 30522, min(longest, 128)
     )
+    stream = made_stream(windows * longest * 6, vocab, longest)
     return {
         "xnli": (dataset(asked.xnli, "pairs"), gpt, 16, CLASSIFIER),
         "imdb": (dataset(asked.imdb, "reviews"), gpt, 16, CLASSIFIER),
-        "language model": (made_stream(windows * longest * 6, vocab, longest), gpt, windows, LANGUAGE),
-        "BERT-base shape": (short, bert(folder, size), 16, BERT),
+        "language model": (stream, gpt, windows, LANGUAGE),
+        "rotary language model": (stream, rotary, windows // 2, ROTARY),
+        "BERT-base shape": (short, ModelConfig(name=bert(folder, size)), 16, BERT),
     }
 
 
@@ -180,6 +190,7 @@ def main() -> None:
     parser.add_argument("--imdb", type=Path, help="a prepared dataset")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--window", type=float, default=0.25, help="seconds")
+    parser.add_argument("--only", help="one case, such as 'rotary language model'")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to rehearse on a CPU")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -190,6 +201,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, (store, model, batch, paths) in cases(asked, folder).items():
+            if asked.only not in (None, name):
+                continue
             full = Arm(store, model, batch)
             rows = record["cases"][name] = {"about": str(full.step), "paths": {}}
             for path in paths:
