@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oelm.errors import Interrupted, UserError
-from oelm.system.messages import Notice, notice
+from oelm.system.messages import Notice, notice, sentences
 
 
 @dataclass
@@ -28,6 +28,7 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
     stop = Stop()
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")
+    sentences()  # a signal can arrive in the middle of an import that reading them needs
     if threading.current_thread() is not threading.main_thread():
         # Python delivers signals to the main thread only: here the time limit is seen where the run looks.
         limit = threading.Timer(stop_after or 0, setattr, (stop, "reason", notice("stop.time_limit")))
