@@ -192,7 +192,7 @@ def finish(dataset: Dataset) -> None:
             values = {"count": twice, "total": int(rows.sum())}
             dataset.warnings.append(notice("data.duplicates", **values, split=other, other=one))
     for why, count in dataset.dropped.items():
-        if why != "beyond_train_size":
+        if count and why != "beyond_train_size":
             dataset.warnings.append(notice("data.dropped", count=count, why=why))
     for part in dataset.parts:
         part.values.clear()
