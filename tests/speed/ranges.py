@@ -21,7 +21,8 @@ from oelm.data.assemble import Packing
 from oelm.models import gpt_block
 from oelm.models.gpt_block import rotation_of
 from oelm.speed.kernels import adamw_triton, cross_entropy_triton, norm_triton
-from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, rotate, row_sums
+from oelm.speed.kernels.rows_triton import row_sums
+from oelm.speed.operations import add_norm, joint_attention, packed_attention, portable, rotate
 from oelm.speed.value_only import packed_value_only
 
 HEAD_DIM = 64

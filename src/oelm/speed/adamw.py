@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from oelm.data.assemble import pinned
 from oelm.speed.capabilities import runs
+from oelm.speed.kernels import load_kernels
 from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
 
-try:
-    from oelm.speed.kernels import adamw_triton
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    adamw_triton = None  # type: ignore[assignment]
+adamw_triton = load_kernels("adamw_triton")
 
 VECTOR_BYTES = 16
 CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache

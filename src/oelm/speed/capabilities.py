@@ -13,17 +13,12 @@ from typing import Any
 
 import torch
 
+from oelm.speed.kernels import load_kernels
 from oelm.system.library_errors import first_line
 from oelm.system.private_torch import varlen_attn
 from oelm.training.resolve import resolve_precision
 
-try:
-    from oelm.speed.kernels.attention_triton import INTERPRETED
-
-    TRITON = True
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    INTERPRETED = TRITON = False
-
+attention_triton = load_kernels("attention_triton")
 MEASURED = 9  # Hopper: compute capability, the major number
 LEAST_SHARED = 99 * 1024  # bytes of shared memory that a program has on every GPU with bfloat16
 # Bytes that a program of each needs at most, compiled for 8.0 to 12.0 (tests/speed/compile_kernels.py).
@@ -110,9 +105,10 @@ def machine_of(device: torch.device) -> Machine:
         properties = torch.cuda.get_device_properties(device)
         known["shared_memory"] = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED)
     asked = os.environ.get("OELM_KERNELS") == "all"
+    interpreted = attention_triton is not None and attention_triton.INTERPRETED
     return Machine(
-        device.type, triton=TRITON, varlen=varlen_attn is not None, interpreted=INTERPRETED, asked=asked,
-        **known,
+        device.type, triton=attention_triton is not None, varlen=varlen_attn is not None,
+        interpreted=interpreted, asked=asked, **known,
     )  # fmt: skip
 
 

@@ -15,22 +15,16 @@ from torch import Tensor, nn
 from oelm.data.assemble import Packing
 from oelm.models import gpt_block
 from oelm.speed.capabilities import runs
+from oelm.speed.kernels import load_kernels
 from oelm.system.private_torch import varlen_attn
 
-try:
-    from oelm.speed.kernels import (
-        attention_triton,
-        cross_entropy_triton,
-        heads_triton,
-        joint_triton,
-        norm_triton,
-        rotary_triton,
-    )
-    from oelm.speed.kernels.rows_triton import row_sums
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    attention_triton = cross_entropy_triton = joint_triton = norm_triton = None  # type: ignore[assignment]
-    heads_triton = rotary_triton = None  # type: ignore[assignment]
-    row_sums = None  # type: ignore[assignment]
+attention_triton = load_kernels("attention_triton")
+cross_entropy_triton = load_kernels("cross_entropy_triton")
+heads_triton = load_kernels("heads_triton")
+joint_triton = load_kernels("joint_triton")
+norm_triton = load_kernels("norm_triton")
+rotary_triton = load_kernels("rotary_triton")
+rows_triton = load_kernels("rows_triton")
 
 # On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
 # cuDNN's cannot take packed texts; where all have 512 tokens it takes longer, but for classifiers at 2,048
@@ -204,7 +198,7 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """The embedding of every id. Its gradient is added up in one order, so the same inputs give the same
     bits, and without the sorting that PyTorch's deterministic gradient needs."""
     trains = weight.requires_grad and torch.is_grad_enabled()
-    can = weight.is_cuda and row_sums is not None and runs("rows", weight.device)
+    can = weight.is_cuda and rows_triton is not None and runs("rows", weight.device)
     if trains and can and kernels_allowed():
         return Lookup.apply(weight, ids)
     return F.embedding(ids, weight)
@@ -221,4 +215,4 @@ class Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
-        return row_sums(grad.flatten(0, -2), ids.flatten(), ctx.rows), None
+        return rows_triton.row_sums(grad.flatten(0, -2), ids.flatten(), ctx.rows), None

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from oelm.data.assemble import Packing
 from oelm.speed.capabilities import runs
+from oelm.speed.kernels import load_kernels
 from oelm.speed.operations import kernels_allowed, packed_attention
 
-try:
-    from oelm.speed.kernels import attention_triton, value_only_triton
-except ImportError:  # Triton comes with torch's CUDA builds for Linux, and with few others
-    attention_triton = value_only_triton = None  # type: ignore[assignment]
+attention_triton, value_only_triton = load_kernels("attention_triton"), load_kernels("value_only_triton")
 
 # On a CPU `F.scaled_dot_product_attention` computes all three gradients, whatever is asked for. Up to this
 # length keeping the probabilities is faster, by 1.9 at 128 and 1.4 at 512, and takes memory one can spare.
