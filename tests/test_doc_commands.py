@@ -60,7 +60,6 @@ ONLY_PARSED = {
     "oelm work": "tests/study/test_work.py has the study",
     "oelm claims results": "tests/claims/test_findings.py writes the page",
     "oelm bench": "minutes to hours; tests/test_bench.py measures",
-    "python -m oelm bench": "hours on a GPU",
     "python benchmarks/": "hours, most of them on a GPU",
     "python results/make.py": "hours on a GPU; tests/study/test_make_results.py makes small studies",
     "oelm train --data my.csv --model": "tests/test_docs.py",

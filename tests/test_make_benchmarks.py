@@ -1,0 +1,96 @@
+"""benchmarks/make.py as it is called, and the queue of the records in benchmarks/."""
+
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.test_doc_commands import understand
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+QUEUE = """
+[shapes.small]
+model_type = "bert"
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+intermediate_size = 16
+vocab_size = 60
+
+[[records]]
+record = "copy.json"
+on = "cpu"
+minutes = 0.1
+command = "-c 'import shutil, sys; shutil.copy(*sys.argv[1:])' {shapes}/small/config.json {record}"
+
+[[records]]
+record = "slow.json"
+on = "cpu"
+minutes = 60
+command = "-c 'import time; time.sleep(600)'"
+
+[[records]]
+record = "wrong.json"
+on = "cpu"
+minutes = 0.1
+command = "-c 'raise SystemExit(3)'"
+
+[[records]]
+record = "elsewhere.json"
+on = "h200"
+minutes = 0.1
+command = "-c ''"
+"""
+# Records that no command of the queue makes.
+BY_HAND = {
+    "cpu-1m.json": "gpt-tiny with another vocabulary, for docs/clusters.md",
+    "cpu-estimates.json": "estimates of --dry-run beside what studies took",
+    "data.json": "data.py writes it itself, from data that is not ours to copy",
+    "h200-ablation-before.json": "of paths that are deleted",
+    "h200-freezing-rested.json": "of an option that is deleted",
+    "h200-guard.json": "needs another tree",
+    "run_claims.json": "needs the folder of a file system",
+}
+
+
+def entries():
+    return tomllib.loads((BENCHMARKS / "queue.toml").read_text())["records"]
+
+
+def test_the_queue_makes_every_record():
+    made = {entry["record"] for entry in entries()}
+    assert len(made) == len(entries())
+    assert {path.name for path in BENCHMARKS.glob("*.json")} <= made | set(BY_HAND)
+    assert not made & set(BY_HAND)
+
+
+def test_its_commands_are_understood():
+    for entry in entries():
+        assert "{record}" in entry["command"]
+        words = shlex.split(entry["command"].format(ready="r", shapes="s", record="n.json"))
+        if words[0] == "-m":
+            assert words[1] == "oelm"
+            understand(words[2:])
+        else:
+            known = (ROOT / words[0]).read_text()
+            assert all(f'"{word}"' in known for word in words if word.startswith("--")), words
+
+
+def make(folder, *words):
+    (folder / "queue.toml").write_text(QUEUE)
+    command = [sys.executable, str(BENCHMARKS / "make.py"), "--queue", "queue.toml", "--on", "cpu", *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return ended.returncode, {line.split()[0]: line.split(" s  ")[1] for line in ended.stdout.splitlines()}
+
+
+def test_records_are_measured_while_there_is_time(tmp_path):
+    code, states = make(tmp_path, "--time", "5m")
+    assert states.pop("wrong.json").startswith("failed, see ")
+    assert states == {"copy.json": "measured", "slow.json": "skipped, no time"} and code == 1
+    assert (tmp_path / "new/copy.json").stat().st_size and (
+        tmp_path / "new/shapes/small/model.safetensors"
+    ).exists()
+    assert make(tmp_path, "--only", "copy.json") == (0, {"copy.json": "measured"})
+    assert make(tmp_path, "--only", "elsewhere.json") == (1, {})
