@@ -7,12 +7,11 @@ import transformers
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import oelm
-from oelm.convert import _one_blas_thread
 from oelm.errors import AuditError, UserError
 from oelm.method import PRESETS, Method, select_layers
 from oelm.models.families import FAMILIES, find_sites
 from oelm.models.fused import SplitQKV
-from oelm.orthogonal import deviation, draw_blocks, q_factor, to_blocks, to_weight
+from oelm.orthogonal import deviation, draw_blocks, one_blas_thread, q_factor, to_blocks, to_weight
 from tests.tiny import BUILDERS, VOCAB, build, inputs, logits
 
 every_model = pytest.mark.parametrize("name", BUILDERS)
@@ -605,7 +604,7 @@ def test_blocks_are_drawn_on_one_core_with_the_same_bits():
 
     with threadpool_limits(limits=2, user_api="blas"):
         before, several = threads(), blocks()
-        with _one_blas_thread():
+        with one_blas_thread():
             assert threads() and set(threads()) == {1}
             one = blocks()
         assert threads() == before

@@ -14,7 +14,7 @@ from oelm.models.families import block_gain, find_sites, frozen_names, relative_
 from oelm.models.frozen_state import START, At, frozen_at, timeline_of, unfreezing_groups
 from oelm.models.learned import changed_kinds, is_factor, is_qk_adapter
 from oelm.models.lora import adapted_layers
-from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, to_blocks, tolerance
+from oelm.orthogonal import ORTHONORMAL_KINDS, deviation, one_blas_thread, to_blocks, tolerance
 from oelm.system.messages import Notice, notice
 from oelm.system.private_peft import BASE_LAYER, is_adapted, is_adapter, plain_name
 from oelm.system.private_torch import unwrap
@@ -104,14 +104,16 @@ def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
     if before is not None:
         problems += [*_changes(model, method, before), *_untrained(model, method, before)]
     heads, largest, allowed = 0, 0.0, 0.0
-    for path, weight, blocks, gain in _orthonormal(model, method, kept):
-        deviations, limit = deviation(weight, blocks, gain), _allowed(weight)
-        problems += [
-            notice("audit.not_orthonormal", name=path, head=head, deviation=float(value), tolerance=limit)
-            for head, value in enumerate(deviations)
-            if not value <= limit  # NaN is a problem too
-        ]
-        heads, largest, allowed = heads + blocks, max(largest, float(deviations.max())), max(allowed, limit)
+    with one_blas_thread():
+        for path, weight, blocks, gain in _orthonormal(model, method, kept):
+            deviations, limit = deviation(weight, blocks, gain), _allowed(weight)
+            problems += [
+                notice("audit.not_orthonormal", name=path, head=head, deviation=float(value), tolerance=limit)
+                for head, value in enumerate(deviations)
+                if not value <= limit  # NaN is a problem too
+            ]
+            heads += blocks
+            largest, allowed = max(largest, float(deviations.max())), max(allowed, limit)
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         hint = "\n(a plain from_pretrained unfreezes a converted model; oelm.refreeze freezes it again)"
@@ -261,8 +263,9 @@ def _digest_problems(model: nn.Module, names: Collection[str]) -> Iterable[Notic
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype holds these values exactly."""
-    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+    """Whether the dtype holds these values exactly; most that it does not hold show in the first row."""
+    parts = (tensor[:1], tensor) if tensor.dim() else (tensor,)
+    return all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts)
 
 
 def _allowed(weight: Tensor) -> float:

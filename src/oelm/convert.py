@@ -1,6 +1,5 @@
 """Apply a Method to a model in place. The model keeps its class and works with any trainer."""
 
-import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,15 @@ from oelm.models.gpt_config import OelmGPTConfig
 from oelm.models.learned import add_learned, changed_kinds, check_learned, learned_layers
 from oelm.models.lora import adapted_layers, add_lora, check_lora, merged
 from oelm.models.pretrained import hub_arguments, load_as_saved, load_config
-from oelm.orthogonal import check_shape, draw_blocks, polar_factor, q_factor, to_blocks, to_weight
+from oelm.orthogonal import (
+    check_shape,
+    draw_blocks,
+    one_blas_thread,
+    polar_factor,
+    q_factor,
+    to_blocks,
+    to_weight,
+)
 from oelm.system.version import __version__
 
 
@@ -64,7 +71,7 @@ def apply_method(
     check_learned(model, method, sites)
     if method.scores == "constant" and model.config.model_type != OelmGPTConfig.model_type:
         raise UserError(f"scores = 'constant' is for the reference GPT, not for {model.config.model_type}")
-    with _one_blas_thread():
+    with one_blas_thread():
         new = [
             (site, kind, _new_weight(site, kind, init, method, seed))
             for site in sites
@@ -194,16 +201,6 @@ def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
 
 def _is_drawn(kind: str, init: str) -> bool:
     return kind != "polar" and not (kind == "orthogonal" and init == "own")
-
-
-def _one_blas_thread() -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, numpy computes on one core, with the same bits: a decomposition of a block is so
-    small that threads only wait for each other, for seconds where other processes use the cores."""
-    try:
-        from threadpoolctl import threadpool_limits
-    except ImportError:  # it comes with scikit-learn
-        return contextlib.nullcontext()
-    return threadpool_limits(limits=1, user_api="blas")
 
 
 def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> Tensor:

@@ -20,9 +20,10 @@ and, from a weight that is already there, `q_factor` (the Q of each head's own Q
 (the orthonormal block nearest to each head's own).
 """
 
+import contextlib
 import hashlib
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,11 +121,23 @@ def to_weight(blocks: Array) -> Array:
 def to_blocks(weight: "torch.Tensor | Array", num_heads: int) -> Array:
     """The inverse of `to_weight`, in float64 on the CPU."""
     if not isinstance(weight, np.ndarray):
-        weight = weight.detach().cpu().double().numpy()
+        weight = weight.detach().cpu()
+        # numpy converts on one core, but has no bfloat16.
+        weight = np.asarray((weight if weight.dtype.itemsize > 2 else weight.double()).numpy(), np.float64)
     rows, d_model = weight.shape
     if rows % num_heads:
         raise UserError(f"a weight of {rows} rows does not divide into {num_heads} heads")
     return weight.reshape(num_heads, rows // num_heads, d_model).transpose(0, 2, 1)
+
+
+def one_blas_thread() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, numpy computes on one core, with the same bits: blocks are so small that threads only
+    wait for each other, for seconds where other processes use the cores."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:  # it comes with scikit-learn
+        return contextlib.nullcontext()
+    return threadpool_limits(limits=1, user_api="blas")
 
 
 def deviation(weight: "torch.Tensor | Array", num_heads: int, gain: float | Array = 1.0) -> Array:
