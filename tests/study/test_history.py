@@ -187,7 +187,7 @@ def test_a_run_without_a_log_has_times_and_parameters_only(tmp_path):
 
 def test_the_median_is_that_of_single_steps():
     steps = [0.1] * 7 + [5.0] * 3
-    found = timing(steps, 2.0)
+    found = timing(steps, 2.0, 1.0)
     assert found["median_s"] == 0.1 and found["mean_s"] == pytest.approx(sum(steps) / 10)
     assert found["steps_measured"] == 10 and found["every_step"] and found["validation_time_s"] == 2.0
-    assert "median_s" not in timing([], 0.0)
+    assert "median_s" not in timing([], 0.0, 0.0)

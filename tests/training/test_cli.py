@@ -61,7 +61,7 @@ def test_train_leaves_the_promised_folder(run):
     assert promised <= set(results)
     assert set(results["parameters"]) == {"total", "trainable", "frozen"}
     assert results["test"]["metrics"]["accuracy"] > 0.9
-    assert {"steps_measured", "mean_s", "median_s", "validation_time_s"} <= set(
+    assert {"steps_measured", "mean_s", "median_s", "validation_time_s", "test_time_s"} <= set(
         json.loads((run / "timing_stats.json").read_text())
     )
     card = (run / "model" / "README.md").read_text()

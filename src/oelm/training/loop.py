@@ -341,16 +341,17 @@ def _finish(run: Run) -> dict[str, Any]:
     training = run.config.training
     run.step.finish(best)
     checked = audit(run.step.raw, run.before)
-    tested = None
+    tested, began = None, time.perf_counter()
     if training.test:
         watch = functools.partial(run.display.evaluating, "test")
         tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
+    test_time = time.perf_counter() - began
     weights = full_state(run.step.raw, keep=run.main) if training.test else {}
     if not run.main:
         return {}
     folder = run.folder
     folder.write("freeze_audit.json", checked.to_dict() | {"fingerprint": run.before.to_dict()})
-    timing = results.timing(run.step_times, run.progress.eval_time_s)
+    timing = results.timing(run.step_times, run.progress.eval_time_s, test_time)
     folder.write("timing_stats.json", timing)
     final = results.completed(run, tested.metrics if tested else None, timing)
     if tested:

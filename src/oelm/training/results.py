@@ -69,13 +69,13 @@ def _speed(device: torch.device) -> float:
     return 2 * size**3 / best
 
 
-def timing(step_times: list[float], eval_time_s: float) -> dict[str, Any]:
+def timing(step_times: list[float], eval_time_s: float, test_time_s: float) -> dict[str, Any]:
     """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
     `every_step`: each step was timed, where older records have means over the steps between two log lines."""
     stats: dict[str, Any] = {"steps_measured": len(step_times), "every_step": True}
     if step_times:
         stats |= {"mean_s": statistics.fmean(step_times), "median_s": statistics.median(step_times)}
-    return stats | {"validation_time_s": round(eval_time_s, 3)}
+    return stats | {"validation_time_s": round(eval_time_s, 3), "test_time_s": round(test_time_s, 3)}
 
 
 # The names of the published reports' files -> where results.json has the same (docs/reports.md).
