@@ -126,3 +126,22 @@ def test_what_a_plugin_prints_is_no_answer_of_a_worker(tmp_path, monkeypatch):
     assert ended is not None and ended.kind == "input" and "no-data" in str(ended.told)
     lines = (tmp_path / "log" / "worker-0.log").read_text().splitlines()
     assert sorted(lines) == ["from a library", "hello", "ready"]
+
+
+def test_workers_that_were_prepared_train_the_first_runs(tmp_path):
+    launcher = LocalLauncher(StudyConfig(jobs=2), 1e6, tmp_path / "log")
+    job = RunJob(make_config({}), tmp_path / "no-data", tmp_path / "run")
+    try:
+        launcher.prepare(1)
+        (prepared,) = launcher.workers
+        launcher.prepare(9)
+        assert launcher.workers[0] is prepared and len(launcher.workers) == 2
+        assert launcher.start(job) and prepared.job is job and len(launcher.workers) == 2
+        ended = launcher.poll(60)
+        assert ended is not None and ended.kind == "input"
+        launcher.prepare(2)
+        assert len(launcher.workers) == 2
+    finally:
+        launcher.close()
+    assert prepared.process.returncode is not None
+    assert not (tmp_path / "log").exists()  # nothing was said

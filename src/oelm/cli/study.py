@@ -133,14 +133,16 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
 def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
+    from oelm.models.initial_values import drawn_once
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
     from oelm.study.enough import how_much_is_enough
     from oelm.study.folder import StudyFolder
 
     table = study.table
     settings = prepare_settings(study)
-    check_methods(settings)
-    estimates = [estimate_run(setting) for setting in settings]
+    with drawn_once():
+        check_methods(settings)
+        estimates = [estimate_run(setting) for setting in settings]
     launcher = make_launcher(study, estimates, out)
     methods, grid = len(study.arms), len(table.lrs)
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0

@@ -1,5 +1,6 @@
 """Conduct a study: prepare its data, build every model once, give its runs to a launcher, show progress."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,15 +74,19 @@ def _refuse_open_keys(config: RunConfig) -> None:
 def check_methods(settings: list[Setting]) -> None:
     """Build every model with every method once: one that cannot be built is refused before any run."""
     for setting in {repr(setting.config.model): setting for setting in settings}.values():
-        with drawn_once():
-            for method in setting.study.arms:
-                try:
-                    config = setting.run_config(replace(setting.any_cell, method=method))
-                    _check_starts(config, setting.study)
-                    objective_of(config, setting.store)
-                    build_model(config, setting.store)
-                except UserError as error:
-                    raise UserError(f"{method}: {error}") from None
+        for method in setting.study.arms:
+            _build(setting, method)
+
+
+def _build(setting: Setting, method: str) -> Any:
+    """The model of an arm as its runs start; `UserError` where they could not."""
+    try:
+        config = setting.run_config(replace(setting.any_cell, method=method))
+        _check_starts(config, setting.study)
+        objective_of(config, setting.store)
+        return build_model(config, setting.store)[0]
+    except UserError as error:
+        raise UserError(f"{method}: {error}") from None
 
 
 def _check_starts(config: RunConfig, study: Study) -> None:
@@ -103,7 +108,7 @@ def _check_starts(config: RunConfig, study: Study) -> None:
 
 def estimate_run(setting: Setting) -> dict[str, float]:
     """The `memory_bytes` and `time_s` of one run of a setting, good to a factor of two."""
-    model, _ = build_model(setting.run_config(setting.any_cell), setting.store)
+    model = _build(setting, setting.any_cell.method)
     return results.estimate(model, setting.store.kind, _resolved(setting))
 
 
@@ -146,6 +151,12 @@ def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) ->
     return LAUNCHERS.find(study.table.launcher)(study.table, memory, out / "log")
 
 
+def _due(settings: list[Setting], out: Path) -> int:
+    """How many runs could start at once."""
+    cells = [(setting, cell) for setting in settings for cell in setting.matrix().needed]
+    return sum(not (setting.folder(out, cell) / "results.json").exists() for setting, cell in cells)
+
+
 def conduct(
     study: Study, out: Path, stop_after: float | None, show: Callable[[StudyProgress], None]
 ) -> StudyProgress:
@@ -159,12 +170,16 @@ def conduct(
         for seeds in study.looks:
             study = replace(study, table=replace(study.table, seeds=seeds))
             settings = prepare_settings(study)
-            check_methods(settings)
-            launcher = make_launcher(study, [estimate_run(setting) for setting in settings], out)
-            stop.patient = True  # from here on the scheduler looks, and running runs save first
-            folder.save(study, settings)
-            folder.write(made=[setting.key for setting in settings])
-            progress = Scheduler(settings, out, launcher, study.table.models).run(stop, show)
+            with contextlib.ExitStack() as stack:
+                with drawn_once():
+                    estimates = [estimate_run(setting) for setting in settings]
+                    launcher = stack.enter_context(contextlib.closing(make_launcher(study, estimates, out)))
+                    launcher.prepare(_due(settings, out))
+                    check_methods(settings)
+                stop.patient = True  # from here on the scheduler looks, and running runs save first
+                folder.save(study, settings)
+                folder.write(made=[setting.key for setting in settings])
+                progress = Scheduler(settings, out, launcher, study.table.models).run(stop, show)
             if seeds == study.looks[-1] or settled(analyse(out)):
                 break
             progress.news.append(f"not decided with {seeds} seeds; going on")

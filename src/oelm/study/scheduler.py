@@ -80,19 +80,16 @@ class Scheduler:
 
     def run(self, stop: Stop, show: Callable[[StudyProgress], None]) -> StudyProgress:
         """Make all runs of the study. `show(progress)` is called about twice a second."""
-        try:
-            while self._find_due_runs():
-                if self._told_to_stop(stop) or self.broken is not None:
-                    self._stop_runs()
-                    show(self.progress)
-                    raise self.broken or Interrupted(stop.reason or "")
-                self._start_runs(stop)
+        while self._find_due_runs():
+            if self._told_to_stop(stop) or self.broken is not None:
+                self._stop_runs()
                 show(self.progress)
-                self._wait_for_run(0.5)
+                raise self.broken or Interrupted(stop.reason or "")
+            self._start_runs(stop)
             show(self.progress)
-            return self.progress
-        finally:
-            self.launcher.close()
+            self._wait_for_run(0.5)
+        show(self.progress)
+        return self.progress
 
     def _told_to_stop(self, stop: Stop) -> bool:
         if (self.root / "cancel").exists():

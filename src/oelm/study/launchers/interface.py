@@ -62,6 +62,9 @@ class Launcher(ABC):
         a run alone: there an estimate can measure what the runs will take."""
         return []
 
+    def prepare(self, runs: int) -> None:  # noqa: B027
+        """Get ready to start so many runs soon, without waiting: a study checks its methods meanwhile."""
+
     @abstractmethod
     def start(self, job: RunJob) -> bool:
         """Start a run; False if there is no place for it now. OSError if it could not be started."""

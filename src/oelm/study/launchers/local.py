@@ -137,21 +137,32 @@ class LocalLauncher(Launcher):
     def places(self) -> int:
         return len(self.slots)
 
+    def prepare(self, runs: int) -> None:
+        """Start workers, which import torch for some seconds."""
+        with contextlib.suppress(OSError):  # `start` meets it again, and tells it
+            while len(self.workers) < min(runs, len(self.slots)):
+                self._start_worker()
+
     def start(self, job: RunJob) -> bool:
         worker = next((w for w in self.workers if w.job is None), None)
         if worker is None:
             if len(self.workers) >= len(self.slots):
                 return False
-            free = list(self.slots)
-            for busy in self.workers:
-                free.remove(busy.slot)
-            self.logs.mkdir(parents=True, exist_ok=True)
-            log = self.logs / f"worker-{self.started}.log"
-            worker = WorkerProcess(free[0], self._environment(free[0]), log, self.answers)
-            self.started += 1
-            self.workers.append(worker)
+            worker = self._start_worker()
         worker.train(job)
         return True
+
+    def _start_worker(self) -> WorkerProcess:
+        """A worker in a free slot."""
+        free = list(self.slots)
+        for busy in self.workers:
+            free.remove(busy.slot)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"worker-{self.started}.log"
+        worker = WorkerProcess(free[0], self._environment(free[0]), log, self.answers)
+        self.started += 1
+        self.workers.append(worker)
+        return worker
 
     def environments(self) -> list[dict[str, str]]:
         return [self._environment(slot) for slot in self.slots if slot.processes == 1]
@@ -207,6 +218,12 @@ class LocalLauncher(Launcher):
             worker.close()
         for daemon in (self.daemons or {}).values():  # it waits for its clients
             daemon.close()
+        self.workers, self.daemons = [], None
+        for log in self.logs.glob("worker-*.log"):
+            if not log.stat().st_size:
+                log.unlink()
+        with contextlib.suppress(OSError):  # it holds something, or was never made
+            self.logs.rmdir()
 
 
 def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, Notice]:
