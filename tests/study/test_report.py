@@ -731,6 +731,13 @@ def test_the_readme_shows_what_the_records_say(page, lang):
     assert summary(analyse(root / "results" / "demo"), lang) in (root / page).read_text(encoding="utf-8")
 
 
+def test_the_first_page_of_the_docs_quotes_the_demo():
+    root = Path(__file__).parents[2]
+    answer = summary(analyse(root / "results" / "demo")).partition("\n\n")[2].partition("\nEach")[0]
+    quoted = " ".join((root / "docs" / "index.md").read_text(encoding="utf-8").replace("\n> ", "\n").split())
+    assert answer and " ".join(answer.split()) in quoted
+
+
 def test_the_cost_of_a_schedule_says_what_is_frozen_when(tmp_path):
     sizes = {"total": 1000, "trainable": 930, "frozen": 70}
     stages = [{"step": n, "trainable": 1000 - f, "frozen": f} for n, f in ((0, 70), (1200, 50), (1300, 20))]
