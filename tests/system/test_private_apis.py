@@ -236,6 +236,12 @@ def test_many_tensors_are_copied_and_added_in_one_call():
     assert [t.tolist() for t in targets] == [[2, 2], [1, 2, 3]]
 
 
+@pytest.mark.parametrize("dtypes", [(), (torch.float32,) * 40, (torch.float32, torch.bfloat16) * 5])
+def test_the_norm_of_all_is_pytorchs(dtypes):
+    tensors = [torch.randn(7, n + 1, dtype=dtype) for n, dtype in enumerate(dtypes)]
+    assert torch.equal(private_torch.total_norm(tensors), nn.utils.get_total_norm(tensors))
+
+
 def test_fused_adamw_is_the_optimizers_step():
     weight, gradient = torch.randn(5), torch.randn(5)
     parameter = nn.Parameter(weight.clone())
@@ -247,7 +253,7 @@ def test_fused_adamw_is_the_optimizers_step():
         parameter.grad = gradient.clone()
         optimizer.step()
         private_torch.fused_adamw_(
-            weight, gradient, mean, square, torch.tensor(float(number)),
+            [weight], [gradient], [mean], [square], [torch.tensor(float(number))],
             lr=0.1, beta1=0.8, beta2=0.9, weight_decay=0.2, eps=1e-6,
         )  # fmt: skip
     assert torch.equal(weight, parameter)
@@ -272,6 +278,11 @@ def test_a_fused_optimizer_divides_gradients_in_its_step():
 
     assert torch.equal(stepped(divide), stepped(divided))
     assert not torch.equal(stepped(divide), stepped(lambda *_: None))
+
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert private_torch.divisor_of(optimizer) is None
+    private_torch.divide_gradients_in_step(optimizer, divisor := torch.tensor(4.0))
+    assert private_torch.divisor_of(optimizer) is divisor
 
 
 def test_a_fused_optimizer_does_not_step_after_a_fault():

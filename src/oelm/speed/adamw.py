@@ -18,12 +18,21 @@ from torch import Tensor, nn
 from oelm.data.assemble import pinned
 from oelm.speed.capabilities import runs
 from oelm.speed.kernels import load_kernels
-from oelm.system.private_torch import copy_all_, divide_gradients_in_step, fault_of, fused_adamw_
+from oelm.system.private_torch import (
+    add_all_,
+    copy_all_,
+    divide_gradients_in_step,
+    divisor_of,
+    fault_of,
+    fused_adamw_,
+    total_norm,
+)
 
 adamw_triton = load_kernels("adamw_triton")
 
 VECTOR_BYTES = 16
-CHUNK = 1 << 18  # numbers that take all their missed steps before the next ones: they stay in the cache
+_ONE = torch.ones(())
+CHUNK = 1 << 19  # numbers that take all their missed steps before the next ones: they stay in the cache
 
 
 def can_be_one_kernel(weights: Iterable[Tensor]) -> bool:
@@ -44,7 +53,7 @@ def clip_in_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter
     """The gradients' norm. The optimizer's next step divides by as much as clips them to `clip`: it reads
     every gradient anyway, and `clip_grad_norm_` would read and write them all once more. Where the norm is
     not finite, this step and all later ones change nothing: see `fault_of`."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
     # As clip_grad_norm_ does it.
     coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     divide_gradients_in_step(optimizer, (1 / coefficient).to(torch.float32))
@@ -58,8 +67,57 @@ def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     return {"step": weight.new_zeros((), dtype=torch.float32), **moments}
 
 
+class HostAdamW(torch.optim.AdamW):
+    """PyTorch's fused one on a CPU, the same steps, without what PyTorch does around them for all kinds of
+    optimizers and devices that there are: that is some per cent of a small model's step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is None
+        faulty, divisor = bool(fault_of(self)), divisor_of(self)
+        if divisor is not None and divisor == 1:
+            divisor = None  # nothing is read and written to be divided by 1
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight] |= fresh_state(weight)
+            if faulty or not weights:
+                continue
+            states = [self.state[weight] for weight in weights]
+            means, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            add_all_(steps, [_ONE] * len(steps))
+            fused_adamw_(
+                weights,
+                [p.grad for p in weights],
+                means,
+                squares,
+                steps,
+                lr=group["lr"],
+                **_settings(group),
+                grad_scale=divisor,
+            )
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            return super().zero_grad(False)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad = None
+        return None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, float]:
+    """What `fused_adamw_` wants to know of a group, but its rate."""
+    beta1, beta2 = group["betas"]
+    return {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}
+
+
 class RecordableAdamW(torch.optim.AdamW):
     """PyTorch's, unless it is told to `gather` all gradients before a step."""
+
+    recordable = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -190,7 +248,7 @@ def coast(
     rates = rates[: int(counter) - taken]
     counts = [torch.tensor(float(taken + n), device=weight.device) for n in range(1, len(rates) + 1)]
     nothing = weight.new_zeros(min(CHUNK, weight.numel()))
-    settings = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": eps}
+    settings = _settings(group)
     for w, m, v in zip(*(table.view(-1).split(CHUNK) for table in (weight, mean, square)), strict=True):
         for count, rate in zip(counts, rates, strict=True):
-            fused_adamw_(w, nothing[: len(w)], m, v, count, lr=rate, **settings)
+            fused_adamw_([w], [nothing[: len(w)]], [m], [v], [count], lr=rate, **settings)

@@ -12,7 +12,7 @@ from oelm.audit import method_of
 from oelm.data import Epoch
 from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
-from oelm.speed.adamw import RecordableAdamW, can_be_one_kernel, clip_in_step
+from oelm.speed.adamw import HostAdamW, RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.capabilities import KERNELS, here
 from oelm.speed.cuda_graphs import GraphedStep
@@ -92,7 +92,8 @@ class FastStep(PlainStep):
         return None
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        kind = RecordableAdamW if self.eager is None else None
+        on_host = self.state.device.type == "cpu" and not self.config.training.fsdp
+        kind = RecordableAdamW if self.eager is None else HostAdamW if on_host else torch.optim.AdamW
         return make_optimizer(self.raw, self.config.training, kind, self.freezing)
 
     def _rebuild(self) -> None:

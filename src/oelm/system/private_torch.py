@@ -30,12 +30,25 @@ def add_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_add_(targets, sources)
 
 
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """`nn.utils.get_total_norm`, without its grouping and moving where all are alike."""
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) != 1:
+        return nn.utils.get_total_norm(tensors)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
 def fused_adamw_(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, **settings: Any
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    **settings: Any,
 ) -> None:
-    """Step number `step` (from 1) of AdamW on one weight and its two moments, in place; the settings are lr,
-    beta1, beta2, weight_decay and eps."""
-    tensors: Any = [weight], [gradient], [mean], [square], [], [step]
+    """Of each weight and its two moments the step of AdamW whose number (from 1) is in `steps`, in place; the
+    settings are lr, beta1, beta2, weight_decay and eps, and perhaps grad_scale, which gradients are divided
+    by."""
+    tensors: Any = weights, gradients, means, squares, [], steps
     torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, **settings)
 
 
@@ -53,6 +66,11 @@ def end_failed_recording(device: torch.device, pool: Any) -> None:
 def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
     """Have every step of a fused optimizer divide the gradients by `divisor`, float32, as it reads them."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+
+
+def divisor_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """What a fused optimizer divides the gradients by; None: it does not."""
+    return getattr(optimizer, "grad_scale", None)
 
 
 def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:

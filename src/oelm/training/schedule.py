@@ -45,17 +45,18 @@ def shrinkage(run: ResolvedRun, scale: float, decay: float, steps: int) -> float
 def make_optimizer(
     model: nn.Module,
     training: TrainingConfig,
-    recordable: type[torch.optim.AdamW] | None = None,
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
     freezing: Freezing | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
     given state, and one that is unfrozen later trains (except in CUDA graphs recorded before). Vectors
     (norms, biases) are not decayed. What is unfrozen at one time has groups of its own where its learning
-    rate is warmed up. `recordable` is a kind of AdamW for CUDA graphs: its learning rate is a tensor that is
+    rate is warmed up. A `kind` that is `recordable` is for CUDA graphs: its learning rate is a tensor that is
     filled before every step (`set_learning_rate`)."""
     device = next(model.parameters()).device
     scales = parameter_scales(model, training)
     turns = freezing.groups if freezing and freezing.line.warmup else {}
+    recordable = getattr(kind, "recordable", False)
     groups: dict[tuple[float, float, int], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         scale, decay = scales[name]
@@ -65,7 +66,7 @@ def make_optimizer(
     def lr() -> Any:
         return torch.tensor(training.lr, device=device) if recordable else training.lr
 
-    return (recordable or torch.optim.AdamW)(
+    return kind(
         [
             {"params": group, "weight_decay": training.weight_decay * decay, "lr": lr(), "scale": scale}
             | ({"turn": turn} if turn >= 0 else {})
@@ -75,7 +76,7 @@ def make_optimizer(
         betas=training.betas,
         eps=training.eps,
         fused=device.type in ("cpu", "cuda"),
-        capturable=recordable is not None,
+        capturable=recordable,
     )
 
 
