@@ -3,8 +3,9 @@
     python benchmarks/make.py --on h200 --ready ready --time 25m     # all of queue.toml, in order
     python benchmarks/make.py --on h200 --ready ready --only h200-time.json,h200-predict.json
 
-Each command is a process of its own; what it prints goes to NEW/RECORD.log. The new records replace those
-here. One that takes more minutes than are left, by queue.toml, is skipped.
+Each command is a process of its own; what it prints goes to NEW/RECORD.log. The new records, in which the
+folders are cut from the commands, replace those here. One that takes more minutes than are left, by
+queue.toml, is skipped.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm.cli.options import seconds_of
+from oelm.system.files import write_text
 
 HERE = Path(__file__).parent
 
@@ -70,7 +72,14 @@ def measure(entry: Entry, ready: Path, new: Path, seconds: float) -> str:
             return "stopped, time is up"
     if ended.returncode:
         return f"failed, see {log.name}"
-    return "measured" if (new / entry.record).is_file() else f"left no record, see {log.name}"
+    record = new / entry.record
+    if not record.is_file():
+        return f"left no record, see {log.name}"
+    text = record.read_text(encoding="utf-8")
+    for folder in (new / "shapes", new, ready):
+        text = text.replace(f"{folder}/", "")
+    write_text(record, text)
+    return "measured"
 
 
 def main() -> None:

@@ -26,6 +26,12 @@ minutes = 0.1
 command = "-c 'import shutil, sys; shutil.copy(*sys.argv[1:])' {shapes}/small/config.json {record}"
 
 [[records]]
+record = "said.json"
+on = "cpu"
+minutes = 0.1
+command = "-c 'import sys as s; open(s.argv[1], \\"w\\").write(str(s.argv[2:]))' {record} {ready}/a {shapes}"
+
+[[records]]
 record = "slow.json"
 on = "cpu"
 minutes = 60
@@ -88,7 +94,9 @@ def make(folder, *words):
 def test_records_are_measured_while_there_is_time(tmp_path):
     code, states = make(tmp_path, "--time", "5m")
     assert states.pop("wrong.json").startswith("failed, see ")
-    assert states == {"copy.json": "measured", "slow.json": "skipped, no time"} and code == 1
+    measured = {"copy.json": "measured", "said.json": "measured"}
+    assert states == {**measured, "slow.json": "skipped, no time"} and code == 1
+    assert (tmp_path / "new/said.json").read_text() == "['a', 'shapes']"
     assert (tmp_path / "new/copy.json").stat().st_size and (
         tmp_path / "new/shapes/small/model.safetensors"
     ).exists()
