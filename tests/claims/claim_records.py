@@ -145,7 +145,7 @@ def verdicts(analyses: list[Analysis], benchmarks: tuple[Benchmark, ...] = ()) -
 
 
 def commands() -> dict[str, str]:
-    return {claim.id: claim.run for claim in read_claims()}
+    return {claim.id: claim.advice for claim in read_claims()}
 
 
 def verdict(id: str, records: list[Record], study: Study | None = None, **more: Any) -> Verdict:

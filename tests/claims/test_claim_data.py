@@ -15,6 +15,7 @@ from oelm.claims import speed as claim_speed
 from oelm.claims import verdicts as claims
 from oelm.cli import claims as claims_command
 from oelm.study.catalogue import get_experiment
+from oelm.study.decide import FEWEST_SEEDS
 from oelm.study.design import shipped_studies
 from tests.claims.claim_records import MEDIUM, QK
 
@@ -100,11 +101,12 @@ def test_every_sentence_says_the_same_in_both_languages():
 def test_what_decides_a_claim_is_shipped():
     """Every study that a reason asks for exists, and the claims' methods and tasks are in it."""
     for claim in claim_data.read_claims():
-        studies = re.findall(r"fair-\w+", claim.run)
+        studies = re.findall(r"(?:fair|lm)-[\w-]+", claim.advice)
         assert set(studies) <= shipped_studies().keys() and (studies or claim.rule == "speed")
         plans = [tomllib.loads(shipped_studies()[name].read_text())["study"] for name in studies]
         for plan in plans:
             assert {claim.method, claim.reference_arm} <= set(plan["methods"])
+            assert plan["seeds"] >= FEWEST_SEEDS
         tasks = {task for plan in plans for task in plan["tasks"]}
         if claim.rule != "speed":
             assert {name for name in claim.parts if name != "any"} <= tasks and len(tasks) >= claim.tasks
@@ -115,8 +117,10 @@ def test_what_would_decide_a_claim_has_its_gpu_hours():
     known = claim_data.claim_data()["hours"]
     assert known.keys() - {"bench"} <= shipped_studies().keys()
     assert hours["C1"] == known["fair-classification"] and hours["C2"] == known["bench"]
-    assert hours["C10"] == known["fair-language"] + known["bench"]
-    assert hours["C7"] == sum(known.values()) - known["bench"] and all(hours.values())
+    assert hours["C4"] == known["fair-language"] and hours["C5"] == known["lm-gap-controls"]
+    assert hours["C10"] == known["lm-gap"] + known["bench"]
+    assert hours["C7"] == sum(known[name] for name in ("fair-classification", "lm-gap", "fair-minilm"))
+    assert all(hours.values())
 
 
 def test_the_rules_have_a_date_a_version_and_a_commit():

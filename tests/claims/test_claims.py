@@ -209,8 +209,8 @@ def test_without_records_everything_is_not_decided_and_says_what_is_needed():
         "No fitting runs of oelm and baseline. To decide it: oelm study fair-class"
     )
     assert found[4].why == (
-        "No fitting runs of oelm and oelm-random. To decide it: oelm study fair-language "
-        "(about 35 GPU hours in all, reckoned for one H200)."
+        "No fitting runs of oelm and oelm-random. To decide it: oelm study lm-gap-controls "
+        "(about 0.5 GPU hours in all, reckoned for one H200)."
     )
     assert all((v.number, v.interval, v.n) == (None, None, 0) for v in found)
 

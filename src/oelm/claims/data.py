@@ -63,10 +63,15 @@ class Claim:
     tasks: int = 1  # of different names that a verdict needs
 
     @property
+    def advice(self) -> str:
+        """What to run to decide it."""
+        return str(claim_data()["smaller"].get(self.id, self.run))
+
+    @property
     def hours(self) -> float:
-        """GPU hours of all that `run` names."""
-        named = self.run.replace("benchmark", "bench")
-        return sum(hours for name, hours in claim_data()["hours"].items() if re.search(rf"\b{name}\b", named))
+        """GPU hours of all that the advice names."""
+        named = re.findall(r"[\w-]+", self.advice.replace("benchmark", "bench"))
+        return sum(hours for name, hours in claim_data()["hours"].items() if name in named)
 
     @property
     def names(self) -> dict[str, str]:

@@ -109,7 +109,7 @@ def _verdict(
     **numbers: Any,
 ) -> Verdict:
     """`why` is the reason in a sentence or two; without it, all of the reason is."""
-    steps = [sentence("next", command=claim.run, hours=claim.hours)] if verdict == NOT_DECIDED else []
+    steps = [sentence("next", command=claim.advice, hours=claim.hours)] if verdict == NOT_DECIDED else []
     reason, brief = join([*sentences, *steps]), join([*(sentences if why is None else why), *steps])
     return Verdict(
         id=claim.id, claim=claim.claim, claim_zh=claim.claim_zh, verdict=verdict, why=brief[0],
