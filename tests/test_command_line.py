@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from oelm.cli import show
 from oelm.cli.bench import ON_CPU, ON_GPU
@@ -26,9 +27,7 @@ from tests.study.report_folders import make_study
 
 def _help(verb: str) -> dict[str, str]:
     """The help of each option of a verb, by its name."""
-    from typer.main import get_command
-
-    command: Any = get_command(app)
+    command: Any = typer.main.get_command(app)
     return {option.name: option.help or "" for option in command.commands[verb].params}
 
 
@@ -52,6 +51,18 @@ def test_the_help_names_the_defaults_that_hold() -> None:
     for name in ("steps", "rounds", "max_length", "tokens_per_step"):
         assert f"Default: {ON_CPU[name]}, on a GPU {ON_GPU[name]}." in bench[name]
     assert f"default: {table.seeds}" in study["seeds"] and f"default: {table.margin:g}" in study["margin"]
+
+
+def test_no_help_names_a_default_beside_the_one_that_typer_prints() -> None:
+    command: Any = typer.main.get_command(app)
+    verbs = [*command.commands.values(), *command.commands["data"].commands.values()]
+    twice = [
+        (verb.name, option.name)
+        for verb in verbs
+        for option in verb.params
+        if option.default not in (None, False, [], ()) and "efault" in (option.help or "")
+    ]
+    assert not twice
 
 
 def test_the_shell_completes_verbs_and_options() -> None:

@@ -16,8 +16,8 @@ from oelm.system.terminal import say
 def explain(
     run: RunOrStudy,
     other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="Another, to compare with.")] = None,
-    texts: Annotated[int, typer.Option(help="How many texts are read; default: 32.")] = 32,
-    split: Annotated[str, typer.Option(help="Of the run's dataset; default: test.")] = "test",
+    texts: Annotated[int, typer.Option(help="How many texts are read.")] = 32,
+    split: Annotated[str, typer.Option(help="A split of the run's dataset.")] = "test",
     lines: Annotated[
         Path | None, typer.Option(help="Read the lines of this file in place of the run's dataset.")
     ] = None,

@@ -80,11 +80,16 @@ def option(kind: Any, help: str, *names: str, default: Any = None, **settings: A
 Gpu = Annotated[
     str | None, typer.Option(help="Use this GPU, by number: 0, or 0,1.", callback=use_gpus, is_eager=True)
 ]
-STUDY_OUT = typer.Option(
-    help="The study's folder; an unfinished one is resumed. Default: studies/NAME.", callback=new_folder
-)
+
+
+def study_out(default: str = "") -> Any:
+    """`--out` of a study; `default` tells where it is without one, if typer cannot."""
+    help = f"The study's folder; an unfinished one is resumed. {default}".strip()
+    return typer.Option(help=help, callback=new_folder)
+
+
 StopAfter = Annotated[str | None, typer.Option(help="Save and leave after 90s, 9m or 2h; resumable.")]
-Lang = Annotated[str, typer.Option(help="Language of the report: en or zh.")]
+Lang = Annotated[str, typer.Option(help="Language: en or zh.")]
 Plugin = Annotated[
     list[str] | None,
     typer.Option(

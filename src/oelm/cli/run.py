@@ -38,7 +38,7 @@ TRAIN = options.RUN | {
     "overwrite": option(bool, "Start anew in a folder with a run.", "--overwrite"),
     "stop_after": (options.StopAfter, None),
     "stop_at_chance": option(bool, "End a run that stays at chance level.", "--stop-at-chance"),
-    "fair": option(bool, "An experiment with validation held out, tested once.", "--fair"),
+    "fair": option(bool, "Of an experiment: choose on held-out validation rows, test once.", "--fair"),
 }
 EVALUATE = {
     "name": option(str, "Another task.", "--task"),
@@ -251,7 +251,7 @@ def _cells(run: "RunStatus", with_task: bool) -> list[str]:
 
 @app.command()
 def logs(
-    run: Run,
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Wait for the first line, and keep printing new ones.")
     ] = False,

@@ -47,7 +47,7 @@ def study(
         Path | None, typer.Option(help="A TOML file with keys for all your studies, such as study.slurm.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any key: study.widen=0")] = None,
-    out: Annotated[Path | None, options.STUDY_OUT] = None,
+    out: Annotated[Path | None, options.study_out("Default: studies/NAME.")] = None,
     stop_after: options.StopAfter = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs and the time, then stop.")
@@ -215,7 +215,7 @@ def conduct_and_report(study: "Study", out: Path, limit: float | None, lang: str
 
 @app.command()
 def demo(
-    out: Annotated[Path, options.STUDY_OUT] = Path("oelm-demo"),
+    out: Annotated[Path, options.study_out()] = Path("oelm-demo"),
     lang: options.Lang = "en",
 ) -> None:
     """The main job on embedded data: does freezing pay on 8,530 film reviews? Some minutes on a laptop.
