@@ -14,6 +14,8 @@ def rows(parameters):
         if parameter.param_type_name == "argument":
             names = f"`{parameter.name.upper()}`"
         text = " ".join((parameter.help or "").split()).replace("\\[", "[")
+        if parameter.default not in (None, False, "", [], ()):  # as --help prints it
+            text += f" Default: {parameter.default}."
         lines.append(f"| {names} | {text.replace('|', chr(92) + '|')} |")
     return lines if len(lines) > 2 else []
 
