@@ -25,9 +25,9 @@ SETTINGS = {
     ),
     "size": option(str, "gpt-tiny, gpt-medium-512, ...; a model's folder for freezing and pretrained."),
     "data": option(list[str], "A prepared folder (oelm data prepare); may be repeated."),
-    "batch_size": option(int, "Texts in a step of classification.", default=16, min=1),
+    "batch_size": option(int, "Texts in a step of classification and pretrained.", default=16, min=1),
     "tokens_per_step": option(
-        int, f"Tokens in a step of all other work. {_default('tokens_per_step')}", min=1
+        int, f"Tokens in a step of lm, freezing and large. {_default('tokens_per_step')}", min=1
     ),
     "steps": option(
         int, f"Steps of a timed window; a fifth as many for large steps. {_default('steps')}", min=1
