@@ -10,6 +10,7 @@ import time
 import pytest
 from safetensors.torch import load_file, save_file
 
+import oelm
 from oelm.inference.trained import Trained
 from tests.command_line import caller
 from tests.training.processes import rows
@@ -133,7 +134,7 @@ def test_a_saved_model_reads_as_far_as_its_run_did(run, world):
     assert f"cut at {by_run.max_length} tokens" in (run / "model" / "README.md").read_text()
 
 
-def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
+def test_evaluate_and_audit(oelm_cli, run, tmp_path, monkeypatch):
     monkeypatch.setattr("oelm.system.progress.QUIET_SECONDS", 0.0)
     code, out, err = oelm_cli("evaluate", run, "--split", "validation", "--json")
     assert "validation: batch 0/" in err
@@ -144,7 +145,13 @@ def test_evaluate_and_audit(oelm_cli, run, monkeypatch):
     assert "class  items  precision  recall      F1\nneg " in table and "confusion" not in table
     code, out, _ = oelm_cli("audit", run)
     assert code == 0
-    assert "clean. 65,536 parameters in 4 tensors" in out
+    assert "clean. 65,536 parameters in 4 tensors are, bit for bit" in out
+    other = Trained(run)
+    oelm.release(other.model)
+    oelm.convert(other.model, oelm.Method.from_dict({"name": "oelm", "freeze": {"q": "0"}}))
+    for part in (other.model, other.tokenizer):
+        part.save_pretrained(tmp_path / "one")
+    assert "clean. 16,384 parameters in 1 tensor are, bit for bit" in oelm_cli("audit", tmp_path / "one")[1]
 
 
 def test_a_narrow_terminal_cuts_nothing(oelm_cli, run, world, monkeypatch):

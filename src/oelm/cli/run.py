@@ -154,7 +154,8 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
-    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} tensors are, "
+    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
+    told += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
     told += "bit for bit, what they were"
     if heads := checked.orthonormal_heads:
         within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
