@@ -60,6 +60,9 @@ UNUSABLE = (
 )  # fmt: skip
 
 
+STOPPED_AT_ONCE = 130  # the exit code where Ctrl-C left no time to save
+
+
 def _tell(text: str) -> None:
     """The last line of a command that did not succeed. A very long word is cut."""
     say("oelm: " + re.sub(r"\S{256,}", lambda match: f"{match[0][:60]}...", text), err=True)
@@ -81,7 +84,10 @@ def _explain(error: MemoryError | OSError | RuntimeError | ImportError) -> str:
 def main() -> None:
     """Run the command line: exit code 2 and one line for a user's mistake, no traceback."""
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        if code == STOPPED_AT_ONCE:
+            raise KeyboardInterrupt  # typer has caught it and gives its code
+        sys.exit(code)
     except UsageError as error:
         if text := " ".join(error.format_message().split()):  # empty: no arguments, and the help is shown
             verb = error.ctx.command_path if error.ctx else "oelm"
@@ -100,5 +106,5 @@ def main() -> None:
         _tell(_explain(error))
         sys.exit(2 if getattr(error, "errno", None) in UNUSABLE else 1)
     except KeyboardInterrupt:
-        _tell("stopped at once; run the same command again to resume from what was saved")
-        sys.exit(130)
+        _tell("stopped at once by Ctrl-C; what was saved is kept, and the same command goes on from there")
+        sys.exit(STOPPED_AT_ONCE)
