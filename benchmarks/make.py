@@ -14,12 +14,13 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oelm.cli.options import seconds_of
+from oelm.config import read_toml
+from oelm.errors import UserError
 from oelm.system.files import write_text
 
 HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ class Entry:
 
 def read_queue(path: Path) -> tuple[dict[str, Any], list[Entry]]:
     """The configs of the models that commands name, and the records."""
-    queue = tomllib.loads(path.read_text(encoding="utf-8"))
+    queue = read_toml(path)
     return queue.get("shapes", {}), [Entry(**values) for values in queue["records"]]
 
 
@@ -119,5 +120,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except UserError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

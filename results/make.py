@@ -6,7 +6,8 @@
 
 A study starts from its records here and is made in studies/, where another call goes on. Its records are
 written to `--new` while the next study is made; they replace those here. Runs that are training when the time
-is up are saved in studies/ and have no record yet. `--set` changes a key of all studies.
+is up are saved in studies/ and have no record yet. `--set` changes a key of all studies, also one that the
+queue sets.
 """
 
 import argparse
@@ -16,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from oelm.cli.options import seconds_of
-from oelm.errors import REQUEUE
+from oelm.config import read_toml
+from oelm.errors import REQUEUE, UserError
 from oelm.study.folder import StudyFolder
 from oelm.study.request import plan_study
 
@@ -55,7 +56,7 @@ class Entry:
 
 
 def read_queue(path: Path, only: str | None) -> list[Entry]:
-    entries = [Entry(**values) for values in tomllib.loads(path.read_text(encoding="utf-8"))["studies"]]
+    entries = [Entry(**values) for values in read_toml(path)["studies"]]
     if only is None:
         return entries
     names = only.split(",")
@@ -64,13 +65,13 @@ def read_queue(path: Path, only: str | None) -> list[Entry]:
     return [entry for entry in entries if entry.name in names]
 
 
-def write_plan(entry: Entry, results: Path) -> None:
+def write_plan(entry: Entry, results: Path, keys: list[str]) -> None:
     """Write what a study will compare and how, without preparing or training anything."""
     folder = results / entry.name
     if count_runs(folder):
         print(f"{entry.name}: has runs, and with them its plan")
         return
-    study, _ = plan_study(entry.study, folder / "not-there", {}, {}, entry.set)
+    study, _ = plan_study(entry.study, folder / "not-there", {}, {}, [*entry.set, *keys])
     folder.mkdir(parents=True, exist_ok=True)
     StudyFolder(folder).write_plan(study)
     print(f"{entry.name}: {folder / 'study.json'}")
@@ -95,9 +96,10 @@ def start(entry: Entry, *words: str) -> "subprocess.Popen[bytes]":
 
 def make(entry: Entry, results: Path, common: list[str], end: float) -> tuple[str, bool]:
     """Import what is there and make what is missing, until `end`: how far it came, and whether it failed."""
-    command = ["study", entry.study, "--out", str(entry.out), *common]
     keys = [*([] if entry.keep else ["study.models=none"]), *entry.set]
+    command = ["study", entry.study, "--out", str(entry.out)]
     command += [word for key in keys for word in ("--set", key)]
+    command += common  # after the study's own keys: of a key named twice the last counts
     failed = f"failed, see {entry.log}"
     with tempfile.TemporaryDirectory() as folder:
         sources = [results / entry.name, *(newest(name, results) for name in entry.runs)]
@@ -130,7 +132,7 @@ def main() -> None:
     entries = read_queue(asked.queue, asked.only)
     if asked.plan:
         for entry in entries:
-            write_plan(entry, asked.results)
+            write_plan(entry, asked.results, asked.set)
         return
     end = time.monotonic() + (seconds_of(asked.time, "--time") or math.inf) - WRITING
     common = ["--data-dir", str(asked.data_dir)] if asked.data_dir else []
@@ -155,5 +157,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except UserError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:  # the study that is being made has heard it too, and saves
         sys.exit(130)

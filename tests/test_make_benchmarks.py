@@ -102,3 +102,10 @@ def test_records_are_measured_while_there_is_time(tmp_path):
     ).exists()
     assert make(tmp_path, "--only", "copy.json") == (0, {"copy.json": "measured"})
     assert make(tmp_path, "--only", "elsewhere.json") == (1, {})
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    for words in (["--time", "soon"], ["--queue", "none.toml"]):
+        command = [sys.executable, str(BENCHMARKS / "make.py"), "--on", "cpu", *words]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and words[1] in ended.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from oelm.system.files import delete
 from tests.study.studies import environment, make_file
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +77,19 @@ def runs(folder):
     return {path.parent.name for path in Path(folder).glob("runs/*/*/*/results.json")}
 
 
+def test_mistakes_are_one_line_and_a_key_of_the_call_wins(make, tmp_path):
+    for words in (["--time", "soon"], ["--queue", "none.toml"], ["--plan", "--set", "study.nosuch=1"]):
+        said = make(*words, code=1)
+        assert said.count("\n") == 1 and words[-1].split("=")[0].removeprefix("study.") in said
+    make("--plan", "--only", "more-seeds", "--set", "study.seeds=7")  # the queue says 2
+    assert json.loads((tmp_path / "results/more-seeds/study.json").read_text())["plan"]["seeds"] == 7
+
+
 @pytest.mark.slow
 def test_a_queue_is_made_published_and_gone_on_with(make, tmp_path):
     make("--plan", "--only", "screen")
+    assert "failed" in make("--only", "more-seeds", "--set", "study.seeds=0", code=1)  # the queue says 2
+    delete(tmp_path / "studies")
     plan = json.loads((tmp_path / "results/screen/study.json").read_text())
     assert plan["plan"]["lrs"] == [1e-3, 3e-3]
     said = make("--set", "study.jobs=2")
