@@ -210,6 +210,18 @@ def test_the_command_compares_two_runs_on_lines(
         assert (tmp_path / "p.html").read_text(encoding="utf-8").count("<rect") >= 3 * len(one["heads"])
 
 
+def test_a_page_that_cannot_be_written_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = caller(monkeypatch, capsys)
+    for out, said in (
+        (tmp_path / "none" / "x.html", f"there is no folder {tmp_path}/none"),
+        (tmp_path, "is a folder"),
+    ):
+        code, _, err = call("explain", tmp_path, "--out", out)
+        assert code == 2 and err.startswith(f"oelm: {out}") and said in err and ".part" not in err
+
+
 @pytest.mark.slow
 def test_the_command_measures_a_run(
     unbroken: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

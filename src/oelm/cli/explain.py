@@ -37,6 +37,10 @@ def explain(
     from oelm.study.report.view import Words
 
     Words(lang)  # refuses a language that does not exist
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"{out}: there is no folder {out.parent}; create it first")
+    if out is not None and out.is_dir():
+        raise UserError(f"{out} is a folder; name a file")
     folders = [run] if other is None else [run, other]
     if other is not None and run.resolve() == other.resolve():
         raise UserError(f"{run} is named twice: there is nothing to compare")
