@@ -9,8 +9,11 @@ queue.toml, is skipped.
 """
 
 import argparse
+import contextlib
 import math
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -56,22 +59,36 @@ def save_model(config: dict[str, Any], folder: Path) -> None:
     AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
 
 
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and the processes that it started, which would slow down the next one."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def measure(entry: Entry, ready: Path, new: Path, seconds: float) -> str:
     """Measure a record anew; how that went."""
     limit = seconds if seconds < math.inf else None
     with (new / f"{entry.record}.log").open("wb") as log:
+        process = subprocess.Popen(
+            entry.words(ready, new),
+            cwd=HERE.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            ended = subprocess.run(
-                entry.words(ready, new),
-                cwd=HERE.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-            )
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             return "stopped, time is up"
-    if ended.returncode:
+        finally:
+            if process.returncode is None:
+                stop(process)
+    if code:
         return f"failed, see {log.name}"
     record = new / entry.record
     if not record.is_file():

@@ -104,6 +104,26 @@ def test_records_are_measured_while_there_is_time(tmp_path):
     assert make(tmp_path, "--only", "elsewhere.json") == (1, {})
 
 
+def test_nothing_runs_on_when_time_is_up(tmp_path):
+    started = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    (tmp_path / "start.py").write_text(
+        f"import os, subprocess, sys\nos.chdir({str(tmp_path)!r})\n"
+        f"subprocess.run([sys.executable, '-c', {started!r}])\n"
+    )
+    (tmp_path / "queue.toml").write_text(
+        f'[[records]]\nrecord = "x.json"\non = "cpu"\nminutes = 0.01\ncommand = "{tmp_path}/start.py"\n'
+    )
+    command = [sys.executable, str(BENCHMARKS / "make.py"), "--queue", "queue.toml", "--on", "cpu"]
+    ended = subprocess.run([*command, "--time", "4s"], cwd=tmp_path, capture_output=True, text=True)
+    assert "stopped, time is up" in ended.stdout, ended.stderr
+    pid = (tmp_path / "pid").read_text()
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return
+    assert state == "Z"  # ended, and waits for whoever adopted it
+
+
 def test_a_mistake_is_one_line(tmp_path):
     for words in (["--time", "soon"], ["--queue", "none.toml"]):
         command = [sys.executable, str(BENCHMARKS / "make.py"), "--on", "cpu", *words]
