@@ -164,3 +164,13 @@ def test_a_tab_in_a_text_of_a_pair_is_a_space():
     predictor.trained = SimpleNamespace(predict=lambda lines: asked.extend(lines) or [])
     predictor([("a\tpremise", "a hypothesis")])
     assert asked == ["a premise\ta hypothesis"]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), 7, ("a premise", None)])
+def test_a_missing_text_is_named(value):
+    predictor = object.__new__(oelm.Predictor)
+    predictor.trained = SimpleNamespace(predict=list)
+    with pytest.raises(
+        oelm.UserError, match=r"^texts\[1\] is .+: neither a text nor a tuple of two; leave it out"
+    ):
+        predictor(["fine", value])

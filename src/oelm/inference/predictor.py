@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oelm.errors import UserError
 from oelm.inference.tables import Table
 from oelm.inference.trained import Trained
 from oelm.models.starts import is_study
@@ -34,6 +35,18 @@ def open_trained(path: Path, say: Callable[[str], None] = lambda text: None) -> 
     return Trained(best.run)
 
 
+def _line_of(number: int, text: str | tuple[str, str]) -> str:
+    """A text as a line. A tab separates the two texts of a pair, so there can be none in them."""
+    if isinstance(text, str):
+        return text
+    if not isinstance(text, tuple | list) or not all(isinstance(part, str) for part in text):
+        raise UserError(
+            f"texts[{number}] is {text!r:.60}: neither a text nor a tuple of two; "
+            "leave it out, or give an empty text"
+        )
+    return "\t".join(part.replace("\t", " ") for part in text)
+
+
 class Predictor:
     """The model of a run's folder, of a saved model's or, of a study's, the best that it kept.
 
@@ -46,9 +59,7 @@ class Predictor:
     def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
         """Answers to texts or, where the model reads pairs or questions, to tuples of two."""
         given = [texts] if isinstance(texts, str) else texts
-        # A tab separates the two texts of a pair, so there can be none in them.
-        lines = (t if isinstance(t, str) else "\t".join(part.replace("\t", " ") for part in t) for t in given)
-        return Predictions(self.trained.predict(lines))
+        return Predictions(self.trained.predict(_line_of(number, text) for number, text in enumerate(given)))
 
     def file(
         self, path: str | Path, text: str | None = None, text_pair: str | None = None,
