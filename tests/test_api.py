@@ -174,3 +174,9 @@ def test_a_missing_text_is_named(value):
         oelm.UserError, match=r"^texts\[1\] is .+: neither a text nor a tuple of two; leave it out"
     ):
         predictor(["fine", value])
+
+
+def test_one_learning_rate_needs_no_list(tmp_path):
+    """As for `--lrs 1e-3`."""
+    study, _ = plan_study(None, tmp_path / "s", {"data": "d.csv"}, {"lrs": 1e-3})
+    assert study.table.lrs == [1e-3]

@@ -39,9 +39,9 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(value: Any) -> list[Any]:
-    """A list, or the parts of one written with commas."""
+    """A list, the parts of one written with commas, or a single number as a list of one."""
     if not isinstance(value, str):
-        return list(value)
+        return list(value) if isinstance(value, Iterable) else [value]
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
