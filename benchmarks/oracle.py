@@ -2,12 +2,14 @@
 
     python benchmarks/oracle.py [--data STORE] [--model gpt-medium-512] [--steps 300] [--seeds 5]
     python benchmarks/oracle.py --tiny          # a rehearsal for a CPU
+    python benchmarks/oracle.py --reference plain --data STORE --model FOLDER    # a classifier, fast against plain
 
 Three arms for every seed: `fast` and `plain` (training.fast = true and false) are `oelm train`; `trainer` is
 GPT2LMHeadModel with the weights that ours starts from (`oelm.to_gpt2`), trained by transformers' Trainer with
-its own AdamW, clipping, accumulation and autocast. Rounding differs, and training magnifies it, so runs of
-one seed end apart. The question is whether they end at the same loss on average: paired by seed, two
-one-sided t tests (TOST), with a margin that is a share of the Trainer's mean loss.
+its own AdamW, clipping, accumulation and autocast. With `--reference plain` only the first two, for any model
+and task. Rounding differs, and training magnifies it, so runs of one seed end apart; with dropout the fast and
+the plain path also draw other masks. The question is whether they end at the same loss on average: paired by
+seed, two one-sided t tests (TOST), with a margin that is a share of the reference's mean loss.
 STORE is what `oelm data prepare` made of a corpus; without it a small made-up one is used.
 """
 
@@ -46,7 +48,7 @@ from oelm.training.loop import train
 from oelm.training.parallel import process_state
 from oelm.training.resolve import resolve_precision
 
-ARMS = ("fast", "plain", "trainer")
+ARMS = ("fast", "plain", "trainer")  # the last is the reference
 LAST = 20  # training steps whose mean loss is the final training loss
 MEASURES = ("final_training_loss", "validation_loss")
 FIRST = 10  # steps in which the arms differ by little more than rounding
@@ -251,9 +253,10 @@ def made_store(folder: Path, tokens: int, vocabulary: int) -> Store:
 
 
 def run_config(options: argparse.Namespace, seed: int, fast: bool) -> RunConfig:
+    dropout = {name: options.dropout for name in ("dropout", "attention_dropout")}
     return RunConfig(
         task=TaskConfig(max_length=options.window),
-        model=ModelConfig(name=options.model),
+        model=ModelConfig(name=options.model, **dropout),
         method=MethodConfig(name=options.method),
         training=TrainingConfig(
             lr=options.lr, steps=options.steps, batch_size=options.batch_size, accumulate=options.accumulate,
@@ -283,62 +286,64 @@ def equivalence(differences: list[float], margin: float) -> dict[str, Any]:
     return {"n": len(differences), "mean": mean, "margin": margin, **ends}
 
 
-def compared(runs: list[Curve], share: float) -> dict[str, Any]:
-    """Our arms less the Trainer, seed by seed."""
+def compared(runs: list[Curve], share: float, arms: tuple[str, ...] = ARMS) -> dict[str, Any]:
+    """The other arms less the reference, which is the last one, seed by seed."""
+    *ours, reference = arms
     of = {(run["arm"], run["seed"]): run for run in runs}
     seeds = sorted({seed for _, seed in of})
     found: dict[str, Any] = {"seeds": seeds, "margin_share": share, "arms": {}}
     for name in MEASURES:
-        theirs = [of["trainer", seed][name] for seed in seeds]
+        theirs = [of[reference, seed][name] for seed in seeds]
         margin = share * statistics.mean(theirs)
-        for arm in ARMS:
+        for arm in arms:
             values = [of[arm, seed][name] for seed in seeds]
             entry = {"values": values, "mean": statistics.mean(values)}
-            if arm != "trainer":
+            if arm != reference:
                 differences = [a - b for a, b in zip(values, theirs, strict=True)]
                 entry |= {
                     "differences": differences,
-                    "less_trainer": equivalence(differences, margin),
+                    f"less_{reference}": equivalence(differences, margin),
                 }
             found["arms"].setdefault(arm, {})[name] = entry
-    for arm in ("fast", "plain"):
+    for arm in ours:
         first = [
             abs(a / b - 1)
             for seed in seeds
             for a, b in zip(
                 of[arm, seed]["training_loss"][:FIRST],
-                of["trainer", seed]["training_loss"][:FIRST],
+                of[reference, seed]["training_loss"][:FIRST],
                 strict=True,
             )
         ]
         found["arms"][arm]["first_steps_relative"] = {"steps": FIRST, "largest": max(first)}
-    tests = [found["arms"][arm][name]["less_trainer"] for arm in ("fast", "plain") for name in MEASURES]
+    tests = [found["arms"][arm][name][f"less_{reference}"] for arm in ours for name in MEASURES]
     found["verdict"] = "equivalent" if all(test["equivalent"] for test in tests) else "not shown equivalent"
     return found
 
 
-def show(found: dict[str, Any], runs: list[Curve]) -> None:
-    print(f"\n{len(found['seeds'])} seeds; margin {found['margin_share']:.1%} of the Trainer's mean loss")
-    print(
-        f"{'arm':8} {'measure':20} {'mean':>8} {'- trainer':>10} {'90 % interval':>22} {'margin':>8} {'p':>9}"
-    )
+def show(found: dict[str, Any], runs: list[Curve], arms: tuple[str, ...] = ARMS) -> None:
+    reference = arms[-1]
+    print(f"\n{len(found['seeds'])} seeds; margin {found['margin_share']:.1%} of the mean loss of {reference}")
+    less = f"- {reference}"
+    print(f"{'arm':8} {'measure':20} {'mean':>8} {less:>10} {'90 % interval':>22} {'margin':>8} {'p':>9}")
     for name in MEASURES:
-        for arm in reversed(ARMS):
+        for arm in reversed(arms):
             entry = found["arms"][arm][name]
             line = f"{arm:8} {name:20} {entry['mean']:8.4f}"
-            if test := entry.get("less_trainer"):
+            if test := entry.get(f"less_{reference}"):
                 low, high, p = (
                     float("nan") if test[key] is None else test[key] for key in ("low", "high", "p")
                 )
                 line += f" {test['mean']:+10.5f} {low:+11.5f} {high:+10.5f} {test['margin']:8.4f} {p:9.2g}"
                 line += "  equivalent" if test["equivalent"] else "  not shown equivalent"
             print(line)
-    for arm in ARMS:
+    for arm in arms:
         seconds = statistics.median(run["seconds"] for run in runs if run["arm"] == arm)
         first = found["arms"][arm].get("first_steps_relative")
         line = f"{arm}: {seconds:.1f} s a run"
         if first:
-            line += f"; its first {first['steps']} losses differ from the Trainer's by {first['largest']:.1e}"
+            line += f"; its first {first['steps']} losses differ from those of {reference} by "
+            line += f"{first['largest']:.1e} at most"
         print(line)
     print(f"verdict: {found['verdict']}")
 
@@ -348,7 +353,9 @@ def read_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="what `oelm data prepare` made of a corpus")
+    parser.add_argument("--reference", default="trainer", choices=("trainer", "plain"))
     parser.add_argument("--model", default="gpt-medium-512")
+    parser.add_argument("--dropout", type=float, help="default: the model's own")
     parser.add_argument("--method", default="baseline", choices=("baseline", "oelm"))
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -359,7 +366,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--margin", type=float, default=0.01, help="as a share of the Trainer's mean loss")
+    parser.add_argument("--margin", type=float, default=0.01, help="as a share of the reference's mean loss")
     parser.add_argument("--tiny", action="store_true", help="gpt-tiny, 40 steps of 4 x 64 tokens, 3 seeds")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("oracle.json"))
     if parser.parse_args().tiny:
@@ -370,10 +377,13 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     device = process_state().device
+    arms = ARMS[: ARMS.index(options.reference) + 1]
     asked = {name.replace("_", "-"): value for name, value in vars(options).items()}
-    words = [f"--{name} {value}" for name, value in asked.items() if name not in ("data", "tiny", "json")]
+    asked = {name: value for name, value in asked.items() if name not in ("data", "tiny", "json")}
+    words = [f"--{name} {value}" for name, value in asked.items() if value is not None]
+    other = "by transformers' Trainer" if options.reference == "trainer" else "by the plain path"
     record = {
-        "what": "training by us and by transformers' Trainer: the same start, batches and recipe",
+        "what": f"training by us and {other}: the same start, batches and recipe",
         "command": " ".join(["python benchmarks/oracle.py", *words]),
         "environment": environment(device, 1),
     }
@@ -386,7 +396,7 @@ def main() -> None:
             store = open_store(options.data)
         record["data"] = {"task": store.task, "fingerprint": store.fingerprint}
         for seed in range(1, options.seeds + 1):
-            for arm in ARMS:
+            for arm in arms:
                 runs.append(one_run(arm, seed, options, store, device))
                 last = runs[-1]
                 print(
@@ -395,9 +405,9 @@ def main() -> None:
                     file=sys.stderr,
                 )
                 write_json(options.json, record | {"runs": runs})  # nothing is lost if it is stopped
-    found = compared(runs, options.margin)
+    found = compared(runs, options.margin, arms)
     write_json(options.json, record | {"compared": found, "runs": runs})
-    show(found, runs)
+    show(found, runs, arms)
 
 
 if __name__ == "__main__":
