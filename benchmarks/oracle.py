@@ -42,6 +42,7 @@ from oelm.data.manifest import FORMAT, seal
 from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
+from oelm.models.gpt_sizes import PRESETS
 from oelm.system.files import write_json
 from oelm.training.folder import environment
 from oelm.training.loop import train
@@ -253,7 +254,8 @@ def made_store(folder: Path, tokens: int, vocabulary: int) -> Store:
 
 
 def run_config(options: argparse.Namespace, seed: int, fast: bool) -> RunConfig:
-    dropout = {name: options.dropout for name in ("dropout", "attention_dropout")}
+    names = ("dropout", "attention_dropout") if options.model in PRESETS else ("dropout",)
+    dropout = dict.fromkeys(names, options.dropout)
     return RunConfig(
         task=TaskConfig(max_length=options.window),
         model=ModelConfig(name=options.model, **dropout),
