@@ -35,6 +35,8 @@ EVALUATIONS = 10  # of a run that says nothing about it, on the command line and
 UNBALANCED = 5  # times as many training items as the rarest class has, in the most frequent one
 LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
 LARGEST_READ_SHARE = 0.9  # the same where the model only reads them
+# Keys of a file's rows and columns, which a prepared dataset has no more.
+OF_PREPARATION = ("text", "text_pair", "label", "target", "train_size", "train_on", "test_file", "split_seed")
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,13 @@ def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
 
 def check_prepared(store: Store, task: TaskConfig) -> None:
     """Refuse a config that asks for something else than a prepared dataset holds."""
-    too_late = not task.hold_out and "validation" in store.splits
-    if task.train_size or task.train_on or task.test_file or too_late:
+    late = [name for name in OF_PREPARATION if getattr(task, name) != getattr(TaskConfig, name)]
+    if not task.hold_out and "validation" in store.splits:
+        late.append("hold_out")
+    if late:
         raise UserError(
-            f"{task.data} is prepared already: train_size, train_on, test_file and hold_out come too late; "
-            "give them to `oelm data prepare`"
+            f"{task.data} is prepared already: {' and '.join(late)} come{'s' * (len(late) == 1)} too late; "
+            "leave out here what belongs to `oelm data prepare`"
         )
     stream = task_kind(store.kind).stream
     for what, has, wanted, default in (
