@@ -12,6 +12,7 @@ from oelm.cli import options, show
 from oelm.cli.options import option
 from oelm.errors import AuditError, UserError
 from oelm.system.progress import duration
+from oelm.system.startup import without_collection
 from oelm.system.terminal import console, say
 from oelm.training import request
 
@@ -108,8 +109,9 @@ def evaluate(
     oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'.
     What is measured: docs/evaluation.md.
     """
-    from oelm.inference.generation_quality import Writing
-    from oelm.inference.trained import Trained
+    with without_collection():
+        from oelm.inference.generation_quality import Writing
+        from oelm.inference.trained import Trained
 
     if zero_shot is None and (template or labels or columns or limit):
         raise UserError(
@@ -143,7 +145,8 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
 
     Example: oelm audit runs/x
     """
-    from oelm.inference.trained import Trained
+    with without_collection():
+        from oelm.inference.trained import Trained
 
     try:
         checked = Trained(run).audit()  # loading a model audits it, too
