@@ -84,9 +84,9 @@ def _excess(comparison: Comparison) -> float:
 
 def _above(comparison: Comparison) -> str:
     assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    low, high = (None if end is None else -end for end in (told.high, told.low))
-    return numbers.with_interval(-told.mean, low, high, " %")
+    interval = comparison.group.shown_interval(comparison.combined)
+    low, high = (None if end is None else -end for end in (interval.high, interval.low))
+    return numbers.with_interval(-interval.mean, low, high, " %")
 
 
 def _nearest(analysis: Analysis, group: Group) -> str | None:

@@ -1,7 +1,7 @@
 """The published recipe on the page of findings: does the published gap come back, and what changes it?
 
 A study repeats a recipe where it gives an arm a learning rate of its own. It decides nothing; its differences
-and their intervals are told beside the published one.
+and their intervals are listed beside the published one.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from oelm.study.result_types import Analysis, Comparison, Group
 
 def difference(comparison: Comparison) -> str:
     assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    return numbers.with_interval(told.mean, told.low, told.high)
+    interval = comparison.group.shown_interval(comparison.combined)
+    return numbers.with_interval(interval.mean, interval.low, interval.high)
 
 
 def repeats_recipe(analysis: Analysis) -> bool:

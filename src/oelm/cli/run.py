@@ -69,9 +69,9 @@ def train(
     run = request.train(experiment, **given, stop_after=stop_after, plugin=plugin or ())
     if results := run.results:  # of the first process only
         if experiment is not None:
-            from oelm.study.catalogue import published_beside
+            from oelm.study.catalogue import compare_with_published
 
-            results = results | {"published": published_beside(run.config, results)}
+            results = results | {"published": compare_with_published(run.config, results)}
         if as_json:
             say(json.dumps(results | {"folder": str(run.folder)}))
         else:

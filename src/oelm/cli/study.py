@@ -135,7 +135,7 @@ def describe(study: "Study", out: Path) -> str:
     """The runs a study will make, with an estimate of time and memory."""
     from oelm.models.initial_values import drawn_once
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
-    from oelm.study.enough import how_much_is_enough
+    from oelm.study.enough import expected_precision
     from oelm.study.folder import StudyFolder
 
     table = study.table
@@ -170,7 +170,7 @@ def describe(study: "Study", out: Path) -> str:
         f"in all    {len(settings) * (choosing + measured)} runs, {launcher.places} side by side: about "
         f"{duration(whole)} ({besides})"
     )
-    lines += [f"enough    {how_much_is_enough(setting, out)}" for setting in settings]
+    lines += [f"enough    {expected_precision(setting, out)}" for setting in settings]
     keys = {setting.key for setting in settings}
     there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
     if there:
