@@ -13,11 +13,11 @@ from rich.text import Text
 
 from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
-from oelm.data.trivial_baselines import compute_beside, trivial_baselines
+from oelm.data.trivial_baselines import compute_in_background, trivial_baselines
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.build import build_model
-from oelm.models.initial_values import drawn_once
+from oelm.models.initial_values import sharing_draws
 from oelm.models.starts import is_study, starts_of
 from oelm.study.analysis import analyse, more_seeds_useless
 from oelm.study.design import FIRST_SEED, Study
@@ -55,7 +55,7 @@ def prepare_settings(study: Study) -> list[Setting]:
         for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
         # Computed once and read by all runs; with a GPU in the background, while the first runs train.
-        (compute_beside if device.type == "cuda" else trivial_baselines)(store)
+        (compute_in_background if device.type == "cuda" else trivial_baselines)(store)
         run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
         settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]
@@ -172,7 +172,7 @@ def conduct(
             study = replace(study, table=replace(study.table, seeds=seeds))
             settings = prepare_settings(study)
             with contextlib.ExitStack() as stack:
-                with drawn_once():
+                with sharing_draws():
                     estimates = [estimate_run(setting) for setting in settings]
                     launcher = stack.enter_context(contextlib.closing(make_launcher(study, estimates, out)))
                     launcher.prepare(_count_startable(settings, out))

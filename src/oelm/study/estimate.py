@@ -28,7 +28,7 @@ from oelm.system.files import cache_dir, read_object, write_json
 from oelm.system.plugins import load_plugins
 from oelm.system.terminal import answers_alone
 from oelm.training.evaluate import evaluate
-from oelm.training.parallel import process_state, same_bits
+from oelm.training.parallel import deterministic_mode, process_state
 from oelm.training.resolve import ResolvedRun, objective_of, resolve_run
 from oelm.training.step import make_step
 
@@ -176,7 +176,7 @@ def main() -> None:
     load_plugins(config.plugins)
     objective = objective_of(config, store)
     run = resolve_run(config, objective, state.device)
-    with same_bits(config.training.deterministic, state.device):
+    with deterministic_mode(config.training.deterministic, state.device):
         step = make_step(run, objective, build_model(run.config, store)[0], state)
         setup = time.monotonic() - started
         print("ready", file=answers, flush=True)

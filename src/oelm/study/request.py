@@ -15,8 +15,8 @@ from oelm.training.folder import flat
 from oelm.training.request import (
     Assignments,
     PathLike,
-    listed,
-    spelled_out,
+    as_list,
+    normalized_options,
     split_assignments,
     takes_options,
 )
@@ -87,9 +87,9 @@ def plan_study(
 
     if wrong := [key for key in OF_A_RUN if key in options]:
         raise TypeError(f"a study has no option {wrong[0]!r}; it has task, methods, lrs and seeds")
-    given = spelled_out(options)
+    given = normalized_options(options)
     table = {
-        key: listed(value) if key in LISTS else value for key, value in table.items() if value is not None
+        key: as_list(value) if key in LISTS else value for key, value in table.items() if value is not None
     }
     title = str(name or given.get("data") or "-".join(table.get("tasks") or ["study"]))
     folder = Path(out or Path("studies", Path(title).stem.strip(".") or "study"))
@@ -111,7 +111,7 @@ def plan_study(
         values = merge(values, read_toml(Path(profile)))
     if "study.methods" in flags and isinstance(values.get("study"), dict):
         values["study"].pop("arms", None)
-    if plugins := [*dict.fromkeys([*_plugins_of(values), *listed(plugin)])]:
+    if plugins := [*dict.fromkeys([*_plugins_of(values), *as_list(plugin)])]:
         values["plugins"] = plugins
         load_plugins(plugins)
     requested = overrides(flags, assignments)

@@ -77,9 +77,9 @@ def forest(view: View, kind: str) -> Figures | None:
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
-    told, items = comparison.group.shown_interval, comparison.by_items
+    shown_interval, items = comparison.group.shown_interval, comparison.by_items
     assert comparison.combined is not None
-    combined, items = told(comparison.combined), items and told(items)
+    combined, items = shown_interval(comparison.combined), items and shown_interval(items)
     colour_index = view.colours[comparison.method]
     shade = colour(colour_index)
     if items is not None and items.low is not None:

@@ -140,10 +140,10 @@ def _tests(view: View, comparison: Comparison) -> list[str]:
     overall, combined = comparison.overall, comparison.combined
     assert overall is not None
     digits, share = view.digits(comparison), overall.share_items
-    told = comparison.group.shown_interval
+    shown_interval = comparison.group.shown_interval
     intervals = (
-        combined and told(combined),
-        *(i and told(i) for i in (comparison.by_seeds, comparison.by_items)),
+        combined and shown_interval(combined),
+        *(i and shown_interval(i) for i in (comparison.by_seeds, comparison.by_items)),
     )
     return [
         str(overall.seeds),
