@@ -154,13 +154,13 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
-    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
-    told += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
-    told += "bit for bit, what they were"
+    text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
+    text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
+    text += "bit for bit, what they were"
     if heads := checked.orthonormal_heads:
         within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
-        told += f"; {heads} blocks are orthonormal to {within}"
-    say(told)
+        text += f"; {heads} blocks are orthonormal to {within}"
+    say(text)
 
 
 @app.command()
