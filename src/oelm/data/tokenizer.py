@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from oelm.errors import Interrupted, UserError
-from oelm.system.hub import hub_reachable, not_there, with_cache_only
+from oelm.system.hub import hub_reachable, not_in_cache, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
@@ -73,7 +73,7 @@ def load_tokenizer(name: str) -> Any:
             raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
         if not hub_reachable():
             hint = "set OELM_TOKENIZER_DIR to a folder that has it, or use --tokenizer train:8192"
-            raise UserError(f"the tokenizer {not_there(name)}; {hint}") from None
+            raise UserError(f"the tokenizer {not_in_cache(name)}; {hint}") from None
         raise UserError(
             f"tokenizer {name!r} is no folder and cannot be loaded from the hub: {first_line(error)}"
         ) from None
@@ -235,13 +235,13 @@ class Encoder:
             cut += len(encoding.ids) > room
         return self._flat(tokens), _lengths(tokens), np.concatenate(firsts), cut
 
-    def seconds_with_places(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
+    def seconds_with_spans(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
         """The second texts of pairs: tokens, and for each the characters (from, to) it came from."""
         shift = 0 if self.has_pairs else 1
         given = [" " + text for text in texts] if shift else texts
         encoded = self._text_only().encode_batch(given, add_special_tokens=False)
-        places = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
-        return [(e.ids, np.maximum(at - shift, 0)) for e, at in zip(encoded, places, strict=True)]
+        spans = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
+        return [(e.ids, np.maximum(span - shift, 0)) for e, span in zip(encoded, spans, strict=True)]
 
     def _flat(self, rows: list[list[int]]) -> np.ndarray:
         return np.fromiter(chain.from_iterable(rows), dtype=self.dtype, count=sum(map(len, rows)))

@@ -177,8 +177,8 @@ class StoreTexts:
 def second_start(tokens: list[int], joiner: list[int]) -> int:
     """The index at which a pair's second text starts: after the first joiner, or the end if there is none."""
     size = len(joiner)
-    places = range(len(tokens) - size + 1)
-    return next((i + size for i in places if tokens[i : i + size] == joiner), len(tokens))
+    starts = range(len(tokens) - size + 1)
+    return next((i + size for i in starts if tokens[i : i + size] == joiner), len(tokens))
 
 
 if __name__ == "__main__":

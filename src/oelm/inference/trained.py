@@ -141,7 +141,7 @@ class Trained:
         ):
             packed = packs and objective.kind.packable
             layout = Layout(packed=packed, segments=takes_segments(self.model))
-            measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
+            measured = evaluate(self.model, objective, split, autocast, layout, display.advance_to)
         answer = {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
         return answer | ({"labels": store.label_names} if store.label_names else {})
 

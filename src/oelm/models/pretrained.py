@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
-from oelm.system.hub import not_there, with_cache_only
+from oelm.system.hub import not_in_cache, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
 from oelm.system.private_transformers import hub_file, initialize_again
 
@@ -61,7 +61,7 @@ def load_config(name: str, **hub: Any) -> PreTrainedConfig:
         if wants_remote_code(error):
             raise _own_code(name) from None
         if hub.get("local_files_only") and not Path(path).exists():
-            raise UserError(not_there(path)) from None
+            raise UserError(not_in_cache(path)) from None
         raise UserError(f"{name} is not a model that can be loaded: {first_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)

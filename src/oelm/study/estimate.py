@@ -26,7 +26,7 @@ from oelm.models.build import build_model
 from oelm.study.folder import Setting
 from oelm.system.files import cache_dir, read_object, write_json
 from oelm.system.plugins import load_plugins
-from oelm.system.terminal import answers_alone
+from oelm.system.terminal import reserve_stdout
 from oelm.training.evaluate import evaluate
 from oelm.training.parallel import deterministic_mode, process_state
 from oelm.training.resolve import ResolvedRun, objective_of, resolve_run
@@ -169,7 +169,7 @@ def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]
 
 def main() -> None:
     """Measure one job from standard input: build the model, answer "ready", wait for "go", time the steps."""
-    job, answers = json.loads(sys.stdin.readline()), answers_alone()
+    job, answers = json.loads(sys.stdin.readline()), reserve_stdout()
     state = process_state()
     started = time.monotonic()
     config, store = rebuild_config(job["config"]), open_store(job["store"])

@@ -29,7 +29,7 @@ from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError,
 from oelm.system.files import write_json
 from oelm.system.messages import notice, read_notice
 from oelm.system.plugins import load_plugins
-from oelm.system.terminal import answers_alone
+from oelm.system.terminal import reserve_stdout
 from oelm.training.failure import failure_kind, reason_of
 from oelm.training.loop import train
 
@@ -137,7 +137,7 @@ def main() -> None:
         write_json(job.with_name(f"answer-{os.environ['RANK']}"), answer)
         sys.exit({"completed": 0, "interrupted": REQUEUE}.get(answer["status"], 1))
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
-    answers = answers_alone()
+    answers = reserve_stdout()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     while True:
         answer = run(jobs.get())

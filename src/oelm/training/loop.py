@@ -255,7 +255,7 @@ def _evaluate(run: Run, epoch: float) -> bool:
     began = time.perf_counter()
 
     def on_batch(done: int, total: int) -> None:
-        run.display.evaluating(split, done, total)
+        run.display.show_evaluation(split, done, total)
         # Several processes would have to agree on stopping, so they finish the evaluation first.
         if run.stop.reason is not None and run.state.num_processes == 1:
             progress.due = epoch
@@ -347,7 +347,7 @@ def _finish(run: Run) -> dict[str, Any]:
     checked = audit(run.step.raw, run.before)
     tested, began = None, time.perf_counter()
     if training.test:
-        show = functools.partial(run.display.evaluating, "test")
+        show = functools.partial(run.display.show_evaluation, "test")
         tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, show)
     test_time = time.perf_counter() - began
     weights = full_state(run.step.raw, keep=run.main) if training.test else {}

@@ -92,11 +92,11 @@ class AnswerReader(Reader):
         questions, contexts = zip(*(line.split("\t", 1) for line in lines), strict=True)
         rows = np.arange(len(lines))
         columns = windows(self.encoder, [*questions], [*contexts], rows, [[] for _ in lines])
-        places = {name: columns[name] for name in ("chars_from", "chars_to")}
-        places["begins"] = np.cumsum(columns["lengths"]) - columns["lengths"]
+        spans = {name: columns[name] for name in ("chars_from", "chars_to")}
+        spans["begins"] = np.cumsum(columns["lengths"]) - columns["lengths"]
         template = sum(map(len, self.encoder.pair))
         return Items(
-            columns["tokens"], columns["lengths"], template, 0, columns["context"], columns["ids"], places
+            columns["tokens"], columns["lengths"], template, 0, columns["context"], columns["ids"], spans
         )
 
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
@@ -242,7 +242,7 @@ def windows(
     """The columns of all windows: each question with as much of its document as fits."""
     before, between, after = encoder.pair
     absent = 0 if before else IGNORE  # without the answer: points at [CLS] or has no loss
-    texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
+    texts = zip(encoder.ids(questions), encoder.seconds_with_spans(contexts), ids, answers, strict=True)
     made: list[tuple[Any, ...]] = []
     for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
@@ -256,14 +256,16 @@ def windows(
             inside = spans and start <= first and last < end
             answer = (len(head) + first - start, len(head) + last - start) if inside else (absent, absent)
             item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
-            places = np.zeros((len(item), 2), dtype=np.int64)
-            places[len(head) : len(head) + end - start] = chars[start:end]
-            made.append((item, places, len(item), row, len(head), len(head), *answer))
+            token_chars = np.zeros((len(item), 2), dtype=np.int64)
+            token_chars[len(head) : len(head) + end - start] = chars[start:end]
+            made.append((item, token_chars, len(item), row, len(head), len(head), *answer))
     items, characters, *columns = zip(*made, strict=True)
     names = ("lengths", "ids", "second", "context", "starts", "ends")
     values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
-    places = np.concatenate(characters)
-    return values | {"tokens": np.concatenate(items), "chars_from": places[:, 0], "chars_to": places[:, 1]}
+    all_chars = np.concatenate(characters)
+    return values | {
+        "tokens": np.concatenate(items), "chars_from": all_chars[:, 0], "chars_to": all_chars[:, 1]
+    }  # fmt: skip
 
 
 def _token_span(chars: Array, span: tuple[int, int]) -> tuple[int, int]:
