@@ -5,7 +5,7 @@ the same as without; `why_not` gives the reasons for fast paths that a device la
 without this folder (tests/speed/test_removal.py removes it).
 """
 
-from oelm.speed.capabilities import here as why_not
+from oelm.speed.capabilities import device_capabilities as why_not
 from oelm.speed.forward import fast_forward
 from oelm.speed.step import FastStep
 

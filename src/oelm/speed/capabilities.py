@@ -42,7 +42,7 @@ class Machine:
     triton: bool = False
     varlen: bool = False  # PyTorch was built with flash attention for packed texts
     interpreted: bool = False  # Triton's interpreter computes the kernels on the CPU
-    asked: bool = False  # OELM_KERNELS=all: also kernels that were not measured on this GPU
+    all_kernels: bool = False  # OELM_KERNELS=all: also kernels that were not measured on this GPU
 
 
 Capabilities = dict[str, str | None]  # fast path -> None if the device has it, else the reason why not
@@ -87,7 +87,7 @@ def _why_no_kernel(machine: Machine, name: str) -> str | None:
         return f"our kernels need compute capability 8.0, not {_number(machine)}"
     if KERNELS[name] > machine.shared_memory:
         return f"it needs {KERNELS[name]:,} bytes of shared memory, and there are {machine.shared_memory:,}"
-    if machine.capability[0] == MEASURED or machine.asked:
+    if machine.capability[0] == MEASURED or machine.all_kernels:
         return None
     if machine.capability[0] > MEASURED or name in WHERE_MEASURED:
         return f"not measured on compute capability {_number(machine)}; OELM_KERNELS=all turns it on"
@@ -105,16 +105,16 @@ def machine_of(device: torch.device) -> Machine:
         known["capability"] = torch.cuda.get_device_capability(device)
         properties = torch.cuda.get_device_properties(device)
         known["shared_memory"] = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED)
-    asked = os.environ.get("OELM_KERNELS") == "all"
+    all_kernels = os.environ.get("OELM_KERNELS") == "all"
     interpreted = attention_triton is not None and attention_triton.INTERPRETED
     return Machine(
         device.type, triton=attention_triton is not None, varlen=varlen_attn is not None,
-        interpreted=interpreted, asked=asked, **known,
+        interpreted=interpreted, all_kernels=all_kernels, **known,
     )  # fmt: skip
 
 
 @cache
-def here(device: torch.device) -> Capabilities:
+def device_capabilities(device: torch.device) -> Capabilities:
     """The `capabilities` of this device, without kernels that fail a trial."""
     machine = machine_of(device)
     expected = capabilities(machine)
@@ -122,25 +122,27 @@ def here(device: torch.device) -> Capabilities:
         return expected
     from oelm.speed.trial import trials
 
-    return tried(expected, trials(device), everything=machine.capability[0] != MEASURED)
+    return without_failing(expected, trials(device), everything=machine.capability[0] != MEASURED)
 
 
-def tried(found: Capabilities, trials: dict[str, Callable[[], Any]], everything: bool) -> Capabilities:
-    """`found` without the kernels whose trial fails. The first trial shows whether Triton works at all; the
-    others are only made with `everything`, as each takes a second to compile."""
+def without_failing(
+    expected: Capabilities, trials: dict[str, Callable[[], Any]], everything: bool
+) -> Capabilities:
+    """`expected` without the kernels whose trial fails. The first trial shows whether Triton works at all;
+    the others are only made with `everything`, as each takes a second to compile."""
     first = next(iter(trials))
     for name, trial in trials.items():
-        if found[name] is None and (everything or name == first):
+        if expected[name] is None and (everything or name == first):
             try:
                 trial()
             except Exception as error:  # compilers, drivers and launchers raise many kinds
-                why = f"it does not run here: {first_line(error)}"
+                reason = f"it does not run here: {first_line(error)}"
                 lost = KERNELS if name == first else (name,)
-                found = found | {each: found[each] or why for each in lost}
-    return found
+                expected = expected | {each: expected[each] or reason for each in lost}
+    return expected
 
 
 @torch.compiler.assume_constant_result
 def runs(name: str, device: torch.device) -> bool:
     """Whether this fast path runs on this device; a constant for torch.compile."""
-    return here(device)[name] is None
+    return device_capabilities(device)[name] is None

@@ -14,7 +14,7 @@ from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import HostAdamW, RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
-from oelm.speed.capabilities import KERNELS, here
+from oelm.speed.capabilities import KERNELS, device_capabilities
 from oelm.speed.cuda_graphs import GraphedStep
 from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
@@ -51,7 +51,7 @@ class FastStep(PlainStep):
 
     def _prepare_model(self) -> None:
         training, raw = self.config.training, self.raw
-        self.can = here(self.state.device)
+        self.can = device_capabilities(self.state.device)
         self.rows = None  # of the embedding: (live, all)
         # An embedding that is frozen at any time keeps all its rows.
         frozen = "embeddings" in method_of(raw).freeze

@@ -199,10 +199,10 @@ class StudyFolder:
         for task in study.tasks:
             if task in before.tasks:
                 # A data file may have moved: `_check_data` compares what it holds once it is prepared.
-                there, here = (s.task_config(task).identity(files=False) for s in (before, study))
-                if there != here:
+                old, new = (s.task_config(task).identity(files=False) for s in (before, study))
+                if old != new:
                     raise UserError(
-                        f"{self.path} holds a study with other settings ({difference(there, here)}); "
+                        f"{self.path} holds a study with other settings ({difference(old, new)}); "
                         "name another folder"
                     )
 
@@ -211,11 +211,11 @@ class StudyFolder:
         before = self.read()
         if study.tasks != before.tasks or study.table.tasks:
             return
-        there, here = (s.task_config(None).identity() for s in (before, study))
+        old, new = (s.task_config(None).identity() for s in (before, study))
         made = self._read().get("made", [])
-        if there != here and made and settings[0].key not in made:
+        if old != new and made and settings[0].key not in made:
             raise UserError(
-                f"{self.path} holds a study of other data ({difference(there, here)}); name another folder"
+                f"{self.path} holds a study of other data ({difference(old, new)}); name another folder"
             )
 
     def read(self) -> Study:
@@ -282,11 +282,11 @@ class StudyFolder:
         `renamed`: its model has another name here, so that its config and results are written anew."""
         to = self.path / name
         try:
-            there = read_record(to)
+            existing = read_record(to)
         except UserError:
             set_aside(self.path, to)
-            there = None
-        if there is not None and there.evaluated:
+            existing = None
+        if existing is not None and existing.evaluated:
             return False
         to.parent.mkdir(parents=True, exist_ok=True)
         with files.folder_beside(to) as beside:
