@@ -71,7 +71,7 @@ def test_evaluations_are_counted_as_the_loop_makes_them(setting, training, expec
 
 @pytest.mark.slow
 def test_two_processes_measure_together_and_once_a_day(setting, monkeypatch):
-    monkeypatch.setattr(estimate, "KEPT", 3600.0)
+    monkeypatch.setattr(estimate, "CACHED", 3600.0)
     places = [os.environ | {"OMP_NUM_THREADS": "1"}] * 2
     pace = measure_pace(setting, places)
     assert pace is not None
