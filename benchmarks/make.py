@@ -19,12 +19,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from oelm.cli.options import seconds_of
-from oelm.config import read_toml
+from oelm.config import FORBID, read_toml
 from oelm.errors import UserError
 from oelm.system.files import write_text
+from oelm.system.validation import checked_entries
 
 HERE = Path(__file__).parent
 
@@ -33,10 +34,20 @@ HERE = Path(__file__).parent
 class Entry:
     """A record of the queue; its keys are explained in queue.toml."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
+
     record: str
-    on: str
+    on: Literal["h200", "cpu"]
     minutes: float
     command: str
+
+    def __post_init__(self) -> None:
+        try:
+            self.words(HERE, HERE)
+        except (LookupError, ValueError) as error:
+            raise UserError(
+                f"command does not fit: {error}; it may name {{ready}}, {{shapes}} and {{record}}"
+            ) from None
 
     def words(self, ready: Path, new: Path) -> list[str]:
         """The command, as a process is started with it."""
@@ -47,7 +58,12 @@ class Entry:
 def read_queue(path: Path) -> tuple[dict[str, Any], list[Entry]]:
     """The configs of the models that commands name, and the records."""
     queue = read_toml(path)
-    return queue.get("shapes", {}), [Entry(**values) for values in queue["records"]]
+    entries = checked_entries(Entry, queue, str(path), "records", "shapes")
+    shapes = queue.get("shapes", {})
+    for name, config in shapes.items() if isinstance(shapes, dict) else [("NAME", shapes)]:
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise UserError(f'{path}: [shapes.{name}] needs a model_type, such as "bert"')
+    return shapes, entries
 
 
 def save_model(config: dict[str, Any], folder: Path) -> None:

@@ -2,14 +2,14 @@
 
     python benchmarks/oracle.py [--data STORE] [--model gpt-medium-512] [--steps 300] [--seeds 5]
     python benchmarks/oracle.py --tiny          # a rehearsal for a CPU
-    python benchmarks/oracle.py --reference plain --data STORE --model FOLDER    # a classifier, fast against plain
+    python benchmarks/oracle.py --reference plain --data STORE --model FOLDER   # fast against plain
 
 Three arms for every seed: `fast` and `plain` (training.fast = true and false) are `oelm train`; `trainer` is
 GPT2LMHeadModel with the weights that ours starts from (`oelm.to_gpt2`), trained by transformers' Trainer with
-its own AdamW, clipping, accumulation and autocast. With `--reference plain` only the first two, for any model
-and task. Rounding differs, and training magnifies it, so runs of one seed end apart; with dropout the fast and
-the plain path also draw other masks. The question is whether they end at the same loss on average: paired by
-seed, two one-sided t tests (TOST), with a margin that is a share of the reference's mean loss.
+its own AdamW, clipping, accumulation and autocast. With `--reference plain` only the first two, for any
+model and task. Rounding differs, and training magnifies it, so runs of one seed end apart; with dropout the
+fast and the plain path also draw other masks. The question is whether they end at the same loss on average:
+paired by seed, two one-sided t tests (TOST), with a margin that is a share of the reference's mean loss.
 STORE is what `oelm data prepare` made of a corpus; without it a small made-up one is used.
 """
 
@@ -42,6 +42,7 @@ from oelm.data.manifest import FORMAT, seal
 from oelm.data.tasks import make_objective
 from oelm.data.tokenizer import train_tokenizer
 from oelm.models.build import build_model
+from oelm.models.gpt_sizes import PRESETS
 from oelm.system.files import write_json
 from oelm.training.folder import environment
 from oelm.training.loop import train
@@ -253,7 +254,8 @@ def made_store(folder: Path, tokens: int, vocabulary: int) -> Store:
 
 
 def run_config(options: argparse.Namespace, seed: int, fast: bool) -> RunConfig:
-    dropout = {name: options.dropout for name in ("dropout", "attention_dropout")}
+    names = ("dropout", "attention_dropout") if options.model in PRESETS else ("dropout",)
+    dropout = dict.fromkeys(names, options.dropout)
     return RunConfig(
         task=TaskConfig(max_length=options.window),
         model=ModelConfig(name=options.model, **dropout),
@@ -323,7 +325,9 @@ def compared(runs: list[Curve], share: float, arms: tuple[str, ...] = ARMS) -> d
 
 def show(found: dict[str, Any], runs: list[Curve], arms: tuple[str, ...] = ARMS) -> None:
     reference = arms[-1]
-    print(f"\n{len(found['seeds'])} seeds; margin {found['margin_share']:.1%} of the mean loss of {reference}")
+    print(
+        f"\n{len(found['seeds'])} seeds; margin {found['margin_share']:.1%} of the mean loss of {reference}"
+    )
     less = f"- {reference}"
     print(f"{'arm':8} {'measure':20} {'mean':>8} {less:>10} {'90 % interval':>22} {'margin':>8} {'p':>9}")
     for name in MEASURES:

@@ -19,12 +19,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from oelm.cli.options import seconds_of
-from oelm.config import read_toml
+from oelm.config import FORBID, read_toml
 from oelm.errors import REQUEUE, UserError
 from oelm.study.folder import StudyFolder
 from oelm.study.request import plan_study
+from oelm.system.validation import checked_entries
 
 HERE = Path(__file__).parent
 STUDIES = Path("studies")
@@ -34,6 +36,8 @@ WRITING = 30.0  # seconds kept for the records of the last study
 @dataclass(frozen=True)
 class Entry:
     """A study of the queue; its keys are explained in queue.toml."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
     study: str
     folder: str = ""
@@ -56,7 +60,7 @@ class Entry:
 
 
 def read_queue(path: Path, only: str | None) -> list[Entry]:
-    entries = [Entry(**values) for values in read_toml(path)["studies"]]
+    entries = checked_entries(Entry, read_toml(path), str(path), "studies")
     if only is None:
         return entries
     names = only.split(",")
@@ -120,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--time", help="90s, 25m, 2h; default: until all is made")
+    parser.add_argument("--time", help="90s, 25m, 2h; 30 s are for writing records; default: no end")
     parser.add_argument("--new", type=Path, default=Path("new"), help="a folder for the records")
     parser.add_argument("--only", help="studies of the queue by their folders, with commas")
     parser.add_argument("--plan", action="store_true", help="write the plans that are not here, and stop")
@@ -134,7 +138,10 @@ def main() -> None:
         for entry in entries:
             write_plan(entry, asked.results, asked.set)
         return
-    end = time.monotonic() + (seconds_of(asked.time, "--time") or math.inf) - WRITING
+    seconds = seconds_of(asked.time, "--time") or math.inf
+    if seconds <= WRITING:
+        raise UserError(f"--time {asked.time} is too short: {WRITING:.0f} s of it are for writing records")
+    end = time.monotonic() + seconds - WRITING
     common = ["--data-dir", str(asked.data_dir)] if asked.data_dir else []
     common += [word for key in asked.set for word in ("--set", key)]
     writing: list[subprocess.Popen[bytes]] = []

@@ -145,6 +145,18 @@ def test_only_an_unfinished_study_goes_on(tmp_path: Path) -> None:
             best_model(folder)
 
 
+def test_the_status_of_an_unfinished_study_shows_no_test_figures(tmp_path, monkeypatch, capsys) -> None:
+    folder, oelm_cli = make_study(tmp_path / "s", items=40), caller(monkeypatch, capsys)
+    assert summary(analyse(folder)) in oelm_cli("status", folder)[1]
+    delete(next(folder.glob("runs/1/measured-*-s5")))
+    code, out, err = oelm_cli("status", folder)
+    assert code == 0 and "completed" in out, err
+    assert "test figures are shown when the study is complete" in out
+    figures = [line for line in summary(analyse(folder)).splitlines() if re.search(r"\d", line)]
+    assert figures and not any(line in out for line in figures)
+    assert out.splitlines()[-1] == f"next     oelm study --out {folder} (goes on with it)"
+
+
 @pytest.mark.parametrize(("words", "told"), [
     (("experiments",), "oelm experiments AGNews-baseline"), (("doctor",), "oelm demo"),
     (("report", "results/ptb-pos"), "open the page in a browser"),

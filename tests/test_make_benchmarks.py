@@ -1,11 +1,16 @@
 """benchmarks/make.py as it is called, and the queue of the records in benchmarks/."""
 
+import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from benchmarks.make import read_queue
+from oelm.errors import UserError
 from tests.test_doc_commands import understand
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +130,35 @@ def test_nothing_runs_on_when_time_is_up(tmp_path):
 
 
 def test_a_mistake_is_one_line(tmp_path):
-    for words in (["--time", "soon"], ["--queue", "none.toml"]):
+    (tmp_path / "wrong.toml").write_text('[[records]]\nrecord = "a.json"\n')
+    where = "wrong.toml, [[records]] 1 (a.json): "
+    for words, said in (
+        (["--time", "soon"], "soon"),
+        (["--queue", "none.toml"], "none.toml"),
+        (["--queue", "wrong.toml"], where),
+    ):
         command = [sys.executable, str(BENCHMARKS / "make.py"), "--on", "cpu", *words]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and words[1] in ended.stderr
+        assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and said in ended.stderr
+
+
+FIRST = '[[records]]\nrecord = "a.json"\non = "cpu"\nminutes = 1\ncommand = ""\n'
+
+
+@pytest.mark.parametrize(
+    ("queue", "said"),
+    [
+        (f"{FIRST}[[records]]\nrecord = 'b.json'\n", ", [[records]] 2 (b.json): on is missing"),
+        (f"{FIRST}minuets = 1\n", ", [[records]] 1 (a.json): unknown key 'minuets'; an entry has: record"),
+        (FIRST.replace("= 1", '= "1m"'), ', [[records]] 1 (a.json): minutes = "1m" does not fit'),
+        (FIRST.replace('""', '"{recrod}"'), ", [[records]] 1 (a.json): command does not fit: 'recrod'"),
+        (FIRST.replace("records", "record"), ": unknown key 'record'; the file has: records, shapes"),
+        (f"{FIRST}[shapes.a]\n", ": [shapes.a] needs a model_type"),
+        ("", ": it needs entries, each of them a table [[records]]"),
+    ],
+)
+def test_a_mistake_in_a_queue_is_named_with_its_entry_and_key(queue, said, tmp_path):
+    path = tmp_path / "queue.toml"
+    path.write_text(queue)
+    with pytest.raises(UserError, match=f"^{re.escape(f'{path}{said}')}"):
+        read_queue(path)

@@ -217,9 +217,12 @@ def test_a_page_that_cannot_be_written_is_refused_by_its_name(
     for out, said in (
         (tmp_path / "none" / "x.html", f"there is no folder {tmp_path}/none"),
         (tmp_path, "is a folder"),
+        (tmp_path / "x.json", "the page is HTML; name a file that ends in .html, or --json > FILE\n"),
     ):
         code, _, err = call("explain", tmp_path, "--out", out)
         assert code == 2 and err.startswith(f"oelm: {out}") and said in err and ".part" not in err
+    code, _, err = call("explain", tmp_path, "--out", tmp_path / "x.html", "--json")
+    assert code == 2 and "keep one: --json > FILE writes that" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,19 @@ def test_lines_of_a_pipe_come_when_they_are_there():
         os.write(sink, b"o\n\n")
         threading.Timer(0.3, lambda: (os.write(sink, "drei ü".encode()), os.close(sink))).start()
         assert list(lines) == ["two", "", None, "drei ü"]
+
+
+def test_a_pipe_that_nobody_writes_into_is_told_while_it_is_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prediction, "SILENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    threading.Timer(0.6, (tmp_path / "pipe").write_text, ("one\ntwo\n",)).start()
+    assert [line for line in open_lines(tmp_path / "pipe") if line] == ["one", "two"]
+    assert capsys.readouterr().err == f"waiting for lines from {tmp_path / 'pipe'}; Ctrl-C ends\n"
+    (tmp_path / "lines.txt").write_text("one\n")
+    lines = open_lines(tmp_path / "lines.txt")
+    assert next(lines) == "one"
+    time.sleep(0.4)  # whoever asks for lines is slow, not the file
+    assert [*lines] == [] and not capsys.readouterr().err
 
 
 def test_what_never_ends_is_refused(tmp_path, monkeypatch):

@@ -65,6 +65,10 @@ def test_options_and_the_tables_of_single_tasks(tmp_path, capsys):
         ({"study": {"methods": ["oelm", "oelm-qk"]}}, "oelm twice"),
         ({"study": {"methods": ["baseline", "nonsense"]}}, "nonsense"),
         ({"study": {"reference": "oelm-random"}}, "not among the methods"),
+        (
+            {"study": {"methods": [{"name": "oelm", "arm": "a, b"}, "frozen"], "reference": "b"}},
+            'not among the methods: "a, b", frozen',
+        ),
         ({"study": {"lrs": [0.0, 1e-3]}}, "positive learning rates"),
         ({"study": {"lrs": []}}, "positive learning rates"),
         ({"study": {"seeds": 0}}, "study.seeds must be positive"),

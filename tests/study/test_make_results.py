@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from oelm.errors import UserError
 from oelm.system.files import delete
+from results.make import read_queue
 from tests.study.studies import environment, make_file
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +84,26 @@ def test_mistakes_are_one_line_and_a_key_of_the_call_wins(make, tmp_path):
     for words in (["--time", "soon"], ["--queue", "none.toml"], ["--plan", "--set", "study.nosuch=1"]):
         said = make(*words, code=1)
         assert said.count("\n") == 1 and words[-1].split("=")[0].removeprefix("study.") in said
+    said = make("--time", "30s", code=1)
+    assert said == "--time 30s is too short: 30 s of it are for writing records\n"
     make("--plan", "--only", "more-seeds", "--set", "study.seeds=7")  # the queue says 2
     assert json.loads((tmp_path / "results/more-seeds/study.json").read_text())["plan"]["seeds"] == 7
+
+
+@pytest.mark.parametrize(
+    ("queue", "said"),
+    [
+        ('[[studies]]\nstudy = "a"\n[[studies]]\nfolder = "b"\n', ", [[studies]] 2: study is missing"),
+        ('[[studies]]\nstudy = "a"\nrun = ["b"]\n', ", [[studies]] 1 (a): unknown key 'run'; an entry has"),
+        ('[[studies]]\nstudy = "a"\nruns = "b"\n', ', [[studies]] 1 (a): runs = "b" does not fit'),
+        ('[[study]]\nstudy = "a"\n', ": unknown key 'study'; the file has: studies"),
+    ],
+)
+def test_a_mistake_in_a_queue_is_named_with_its_entry_and_key(queue, said, tmp_path):
+    path = tmp_path / "queue.toml"
+    path.write_text(queue)
+    with pytest.raises(UserError, match=f"^{re.escape(f'{path}{said}')}"):
+        read_queue(path, None)
 
 
 @pytest.mark.slow
@@ -112,7 +133,6 @@ def test_a_queue_is_made_published_and_gone_on_with(make, tmp_path):
     log = (tmp_path / "studies/screen.log").read_text()
     assert "6 records imported" in log and "6 runs are done already" in log
 
-    assert make("--time", "1s") == ""
     assert "queue.toml has no nothing" in make("--only", "nothing", code=1)
     (tmp_path / "made.csv").unlink()
     assert "failed, see studies/more-seeds.log" in make("--only", "more-seeds", code=1)

@@ -142,6 +142,9 @@ def test_evaluations_stay_and_training_lines_are_thinned(tmp_path: Path) -> None
     assert kept[0] == lines[0]
     assert len(kept) == 60 and kept[1] == {"kind": "train", "step": 20, "loss": 0.333333}
     assert kept[-10:] == [{"kind": "train", "step": i, "loss": 1 / 3} for i in range(991, 1001)]  # exact
+    publish(tmp_path / "p", tmp_path / "again")  # records that go on from a repository lose nothing
+    once, again = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("p", "again"))
+    assert again == once
     audit = json.loads((tmp_path / "p" / "freeze_audit.json").read_text())
     assert audit["passed"] and audit["frozen_tensors"] == 12 and "fingerprint" not in audit
 

@@ -18,7 +18,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
-from oelm.config import MethodConfig
+from oelm.config import ArmConfig, MethodConfig
 from oelm.errors import UserError
 from oelm.study.analysis import analyse, analyse_records
 from oelm.study.catalogue import get_experiment
@@ -219,6 +219,20 @@ def test_many_methods_on_one_task_are_grouped_by_verdict():
     for method in ("oelm-random", "oelm-gaussian", "frozen"):
         records += pairs(0.0, n=10, spread=0.5, method=method, only=True)
     assert "better: oelm +5.00 points; equivalent: " in said(records)
+
+
+def test_names_with_commas_stand_in_quotation_marks_where_they_are_listed():
+    arm = ArmConfig("oelm, slow")
+    records = [*pairs(5.0, n=10), *pairs(5.0, n=10, method="oelm-random", only=True)]
+    records = [
+        r if r.method != "oelm-random" else replace(r, config=replace(r.config, arm=arm)) for r in records
+    ]
+    for method in ("oelm-gaussian", "frozen"):
+        records += pairs(0.0, n=10, spread=0.5, method=method, only=True)
+    assert 'better: oelm +5.00 points, "oelm, slow" +5.00 points; equivalent: ' in said(records)
+    alone = [record for record in records if record.method == "oelm, slow"]
+    assert said(alone).endswith('every run that has ended is of "oelm, slow".')
+    assert str(notice("problem.unevaluated", methods=["a, b", "c"])).endswith('for "a, b", c')
 
 
 def test_nothing_to_compare_is_said():

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from oelm.errors import UserError
 from oelm.study import run_claims
 from oelm.study.run_claims import FIRST_LOOK, MOST_LOST, Claim, Queue
 from oelm.study.work import Worker, has_result
+from oelm.training.stopping import Stop
 
 EXPIRES = 60.0
 
@@ -393,3 +395,16 @@ def hand_over_at_random(root: Path, seed: int, skews: list[float]) -> None:
     assert sorted(published + queue.names()) == ["a", "b", "c"]
     for name in published:
         assert (root / "runs" / name / "steps").read_text() == written[name]
+
+
+def test_a_worker_that_waits_longer_than_idle_since_others_train_says_so_once(tmp_path):
+    make_queue(tmp_path, ["a"])
+    assert Queue(tmp_path, "other").take() is not None
+    said = list[str]()
+    one = Worker(tmp_path, Queue(tmp_path, "one", 1.0), say=said.append)
+    one.run(Stop(), 0.1)
+    waits, leaves = said
+    assert re.fullmatch(
+        r"nothing to do for \d s; others train, .*: leaving after 2 s \(twice --expires\)", waits
+    )
+    assert leaves.endswith("leaving")

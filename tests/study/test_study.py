@@ -187,8 +187,10 @@ def test_published_records_give_the_same_report_and_come_in_whole(unbroken, data
 def test_a_dry_run_prints_the_matrix_and_trains_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setenv("OELM_CACHE_DIR", str(data.parent / "cache"))
     words = ["study", "--data", str(data), *RECIPE, *MATRIX, "--seeds", "5", "--dry-run"]
+    words += ["--set", 'study.methods=["baseline", {name = "oelm", arm = "oelm, own"}]']
     found = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "s")])
     assert found.exit_code == 0, found.output
+    assert 'methods   baseline, "oelm, own"\n' in found.output
     assert "4 trials + 10 measured runs" in found.output and "14 runs" in found.output
     assert not (tmp_path / "s").exists()
 

@@ -308,14 +308,20 @@ def test_a_prepared_store_refuses_what_it_cannot_do(oelm_cli, run, world):
         assert oelm_cli("data", "prepare", "mine.csv", *common, "--out", "prepared")[0] == 0
     start = ("train", "--data", "prepared", "--steps", "2", "--out", "runs/prepared")
     for words, message in (
-        (("--train-size", "30"), "come too late"),
+        (("--train-size", "30"), "prepared is prepared already: train_size comes too late"),
+        (("--text", "body", "--label", "topic"), "text and label come too late; leave out here what"),
+        (("--text-pair", "b", "--set", "task.split_seed=1"), "text_pair and split_seed come too late"),
         (("--max-length", "8"), "was prepared with max_length 48, not 8"),
         (("--tokenizer", "gpt2"), "was prepared with the tokenizer train:300, not gpt2"),
     ):
         code, _, err = oelm_cli(*start, *words)
         assert code == 2 and message in err
+    assert not (world / "runs" / "prepared").exists()
     assert oelm_cli(*start)[0] == 0
-    assert "max_length = 48" in (world / "runs" / "prepared" / "config.toml").read_text()
+    config = world / "runs" / "prepared" / "config.toml"
+    assert 'text = "text"\n' in config.read_text()  # every run's config has the defaults
+    assert oelm_cli("train", "--config", config, "--out", "runs/again")[0] == 0
+    assert "max_length = 48" in config.read_text()
 
 
 def test_other_data_is_measured_as_other_data(oelm_cli, run, world):

@@ -285,7 +285,7 @@ def test_a_prepared_dataset_with_validation_is_not_made_whole(oelm_cli: Any, her
     made = oelm_cli("data", "prepare", "imdb", "--tokenizer", "train:300", "--out", here / "with")
     assert made[0] == 0
     code, _, err = oelm_cli("train", "--data", here / "with", *AS_PUBLISHED, "--steps", 1)
-    assert code == 2 and "hold_out come too late" in err
+    assert code == 2 and "hold_out comes too late" in err
 
 
 @pytest.mark.parametrize("place", ["task", "per_task"])

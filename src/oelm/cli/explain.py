@@ -21,7 +21,7 @@ def explain(
     lines: Annotated[
         Path | None, typer.Option(help="Read the lines of this file in place of the run's dataset.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The page; default: explain.html in RUN's folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The HTML page; default: RUN's explain.html.")] = None,
     lang: options.Lang = "en",
     plugin: options.Plugin = None,
     as_json: options.AsJson = False,
@@ -41,6 +41,10 @@ def explain(
         raise UserError(f"{out}: there is no folder {out.parent}; create it first")
     if out is not None and out.is_dir():
         raise UserError(f"{out} is a folder; name a file")
+    if out is not None and as_json:
+        raise UserError("--out writes a page and --json prints JSON; keep one: --json > FILE writes that")
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{out}: the page is HTML; name a file that ends in .html, or --json > FILE")
     folders = [run] if other is None else [run, other]
     if other is not None and run.resolve() == other.resolve():
         raise UserError(f"{run} is named twice: there is nothing to compare")

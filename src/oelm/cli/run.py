@@ -171,7 +171,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Which runs there are, how far they are, the time left, and the use of the GPUs; of a study its summary.
+    """Which runs there are, how far they are, the time left, the GPUs' use; of a complete study its results.
 
     Without a terminal, --watch prints a line whenever a run has moved. Example: oelm status runs --watch
     """

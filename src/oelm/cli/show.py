@@ -42,9 +42,9 @@ def trained(results: dict[str, Any], folder: Path) -> str:
 
 
 def study(folder: Path) -> str:
-    """A study's results so far and the next commands; empty if the folder is not a study."""
+    """A complete study's results and the next commands; empty if the folder is not a study."""
     from oelm.models.starts import is_study
-    from oelm.study.analysis import analyse
+    from oelm.study.analysis import analyse, unfinished
     from oelm.study.report.summary import WIDTH, summary
 
     if not is_study(folder):
@@ -53,8 +53,12 @@ def study(folder: Path) -> str:
         analysis = analyse(folder)
     except UserError as error:  # nothing is measured yet
         return str(error)
+    go_on = after_study(folder, analysis)
+    if unfinished(analysis):  # as oelm study, which prints its results at its end
+        text = "test figures are shown when the study is complete, so that nobody stops by them"
+        return "\n".join(filter(None, (text, go_on and next_line(go_on))))
     text = summary(analysis, width=columns(WIDTH))
-    return f"{text}\n\n{next_line(after_study(folder, analysis), command('report', folder))}"
+    return f"{text}\n\n{next_line(go_on, command('report', folder))}"
 
 
 def after_study(folder: Path, analysis: "Analysis") -> str:

@@ -10,7 +10,7 @@ from oelm.cli import options, show
 from oelm.cli.options import option
 from oelm.errors import RunError, UserError
 from oelm.study import request
-from oelm.system.messages import notice
+from oelm.system.messages import named, notice
 from oelm.system.progress import duration
 from oelm.system.terminal import say
 
@@ -151,7 +151,7 @@ def describe(study: "Study", out: Path) -> str:
     times, total, timed_here = study_time(settings, estimates, launcher, (choosing, measured))
     own = "".join(f"; {name} {arm.lr:g}" for name, arm in study.arms.items() if arm.lr)
     lines = [
-        f"methods   {', '.join(study.arms)}",
+        f"methods   {', '.join(map(named, study.arms))}",
         f"metric    {', '.join(dict.fromkeys(setting.metric for setting in settings))}",
         f"lrs       {', '.join(f'{lr:g}' for lr in table.lrs)}{own}"
         + (f"; up to {table.widen} more on each side while the best is at the edge" if widens else ""),

@@ -19,7 +19,11 @@ def work(
     study: Study,
     jobs: Annotated[int | None, typer.Option(help="Runs side by side; default: what fits.", min=1)] = None,
     idle: Annotated[
-        str | None, typer.Option(help="Leave after so long without a run, such as 10m; default: never.")
+        str | None,
+        typer.Option(
+            help="Leave after so long without a run, such as 10m, while others train not before twice "
+            "--expires; default: never."
+        ),
     ] = None,
     expires: Annotated[
         str, typer.Option(help="A worker without a sign of life for so long has lost its runs.")

@@ -7,6 +7,7 @@ the special token. Special tokens come only from the tokenizer's own template.
 import hashlib
 import os
 import re
+from array import array
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -196,9 +197,18 @@ class Encoder:
         """Flat tokens, lengths, and how many texts were cut at max_length."""
         before, after = self.single
         room = self.max_length - len(before) - len(after)
-        encoded = self.ids(texts)
-        rows = [[*before, *ids[:room], *after] for ids in encoded]
-        return self._flat(rows), _lengths(rows), sum(len(ids) > room for ids in encoded)
+        flat = array("H" if self.dtype == np.uint16 else "I")  # a third of the time of lists of numbers
+        ends = np.empty(len(texts) + 1, dtype=np.int64)
+        ends[0] = cut = 0
+        encoded = self._text_only().encode_batch_fast(texts, add_special_tokens=False)
+        for number, encoding in enumerate(encoded, 1):
+            ids = encoding.ids
+            if len(ids) > room:
+                del ids[room:]
+                cut += 1
+            flat.fromlist([*before, *ids, *after] if before or after else ids)
+            ends[number] = len(flat)
+        return np.frombuffer(flat, dtype=self.dtype), np.diff(ends), cut
 
     def pairs(self, firsts: list[str], seconds: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Flat tokens, lengths, where the second segment starts (the length, for models without segments),

@@ -4,11 +4,13 @@ import os
 import select
 import stat
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from oelm.data.batches import Plan
 from oelm.data.tasks.base import Items, Reader
 from oelm.errors import UserError
+from oelm.system.terminal import say
 from oelm.training.evaluate import tokens_at_once
 from oelm.training.parallel import autocast_of
 from oelm.training.step import fast_forward
@@ -28,6 +31,8 @@ CPU_TOKENS = 4_096  # of a batch on a CPU, to fit its caches; with four times as
 AHEAD = 2  # chunks that are encoded while the model computes another
 LONGEST_LINE = 1 << 26  # bytes
 PAUSE = 0.5  # seconds for collecting a chunk; lines that come more slowly are answered at once
+
+SILENCE = 2.0  # seconds without a first line after which it is said what is waited for
 
 
 @dataclass
@@ -138,7 +143,22 @@ def outputs_of(reader: Reader, items: Items, precision: str) -> list[Any]:
 
 
 def open_lines(path: Path) -> Iterator[str | None]:
-    """The lines of a text file, or of standard input for "-"."""
+    """The lines of a text file, or of standard input for "-". If the first one does not come within SILENCE,
+    because a pipe has no writer or nobody types, a note on standard error says what is waited for."""
+    lines = _lines_in(path)
+    where = "standard input" if str(path) == "-" else path
+    reminder = threading.Timer(SILENCE, say, (f"waiting for lines from {where}; Ctrl-C ends", True))
+    reminder.daemon = True
+    reminder.start()
+    try:
+        first = [*islice(lines, 1)]
+    finally:
+        reminder.cancel()
+    yield from first
+    yield from lines
+
+
+def _lines_in(path: Path) -> Iterator[str | None]:
     if str(path) == "-":
         yield from lines_of(sys.stdin.buffer)
         return

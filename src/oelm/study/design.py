@@ -14,6 +14,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.study.decide import LOOKS
 from oelm.study.matrix import Matrix, Scores, plan_runs
+from oelm.system.messages import named
 from oelm.system.validation import checked
 
 # Measured runs have the seeds 1, 2, ...; trials have seeds that no measured run uses.
@@ -201,7 +202,8 @@ class Study:
     def reference_arm(self) -> str:
         name = self.table.reference or next(iter(self.arms))
         if name not in self.arms:
-            raise UserError(f"study.reference {name!r} is not among the methods: {', '.join(self.arms)}")
+            known = ", ".join(map(named, self.arms))
+            raise UserError(f"study.reference {name!r} is not among the methods: {known}")
         return name
 
     @property
@@ -233,7 +235,7 @@ class Study:
             if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= self.arms.keys():
                 raise UserError(
                     f"study.contrasts: {text!r} must be two of the arms, as in 'oelm - frozen'; the arms are "
-                    f"{', '.join(self.arms)}"
+                    f"{', '.join(map(named, self.arms))}"
                 )
             pairs.append((pair[0], pair[1]))
         return list(dict.fromkeys(pairs))

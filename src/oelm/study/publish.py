@@ -136,10 +136,13 @@ def _shorten_paths(value: Any, paths: Iterable[str]) -> Any:
 
 
 def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All evaluations; of the training lines CURVE and the last, with the keys that a curve needs."""
+    """All evaluations; of the training lines CURVE and the last, with the keys that a curve needs. Entries
+    that were thinned before are returned as they are."""
     training = [index for index, entry in enumerate(entries) if entry.get("kind") == "train"]
+    if len(training) <= CURVE + LAST_POINTS:
+        return entries
     last = {*training[-LAST_POINTS:]}  # a report shows these: they stay exact
-    kept = {*training[::-1][:: -(-len(training) // CURVE) or 1]} | last
+    kept = {*training[::-1][:: -(-len(training) // CURVE)]} | last
     for index in kept:
         values = {key: entries[index][key] for key in CURVE_KEYS if key in entries[index]}
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}

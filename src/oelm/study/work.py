@@ -74,7 +74,7 @@ class Worker:
     def run(self, stop: Stop, idle: float | None) -> None:
         """Train runs until the study is finished or cancelled, `stop` has a reason, or there was nothing to
         do for `idle` seconds."""
-        busy = time.monotonic()
+        busy, announced = time.monotonic(), False
         try:
             while not self._finished():
                 try:
@@ -82,11 +82,21 @@ class Worker:
                     self.failing = None
                 except OSError as error:
                     self._wait_for_storage(error)
-                busy = time.monotonic() if self.claims else busy
+                if self.claims:
+                    busy, announced = time.monotonic(), False
                 waited = time.monotonic() - busy
-                if idle is not None and waited > idle and self._may_leave(waited):
+                if idle is None or waited <= idle:
+                    continue
+                if self._may_leave(waited):
                     self.say(f"nothing to do for {waited:.0f} s; leaving")
                     return
+                if not announced:
+                    most = f"{2 * self.queue.expires:.0f} s (twice --expires)"
+                    self.say(
+                        f"nothing to do for {waited:.0f} s; others train, and one of their runs may come "
+                        f"free: leaving after {most}"
+                    )
+                    announced = True
             self.say("the study is finished")
         finally:
             self._release_all()

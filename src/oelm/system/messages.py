@@ -86,6 +86,11 @@ def read_sentences(toml: str) -> dict[str, dict[str, str]]:
     }
 
 
+def named(name: str) -> str:
+    """A name as it stands in a list: in quotation marks where it holds a mark that parts lists."""
+    return f'"{name}"' if any(mark in name for mark in ",;、；") else name
+
+
 def fill(template: str, values: Mapping[str, Any], language: str) -> str:
     return _Sentence(language).vformat(template, (), values)
 
@@ -122,7 +127,11 @@ class _Sentence(Formatter):
     def _join(self, entries: list[Any] | tuple[Any, ...], spec: str) -> str:
         has_notices = any(isinstance(entry, Notice) for entry in entries)  # these may contain commas
         between = self._word("list.semicolon" if has_notices else "list.comma")
-        names = between.join(self.format_field(entry, spec) for entry in entries[:MOST])
+        texts = (
+            named(entry) if isinstance(entry, str) and not spec else self.format_field(entry, spec)
+            for entry in entries[:MOST]
+        )
+        names = between.join(texts)
         more = {"names": names, "count": len(entries) - MOST}
         return fill(self._word("list.more"), more, self.language) if len(entries) > MOST else names
 

@@ -35,6 +35,8 @@ EVALUATIONS = 10  # evaluations of a run by default, on the command line and in 
 UNBALANCED = 5  # ratio of the largest to the smallest class in training at which a note is made
 LARGEST_SHARE = 0.75  # share of a language model's parameters in token embeddings, above which it gets a note
 LARGEST_READ_SHARE = 0.9  # the same for a model that does not predict tokens
+# Keys of a file's rows and columns, which a prepared dataset no longer has.
+OF_PREPARATION = ("text", "text_pair", "label", "target", "train_size", "train_on", "test_file", "split_seed")
 
 
 @dataclass(frozen=True)
@@ -245,11 +247,13 @@ def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
 
 def check_prepared(store: Store, task: TaskConfig) -> None:
     """Refuse a config that does not fit the prepared dataset it names."""
-    too_late = not task.hold_out and "validation" in store.splits
-    if task.train_size or task.train_on or task.test_file or too_late:
+    late = [name for name in OF_PREPARATION if getattr(task, name) != getattr(TaskConfig, name)]
+    if not task.hold_out and "validation" in store.splits:
+        late.append("hold_out")
+    if late:
         raise UserError(
-            f"{task.data} is prepared already: train_size, train_on, test_file and hold_out come too late; "
-            "give them to `oelm data prepare`"
+            f"{task.data} is prepared already: {' and '.join(late)} come{'s' * (len(late) == 1)} too late; "
+            "leave out here what belongs to `oelm data prepare`"
         )
     stream = task_kind(store.kind).stream
     for what, has, wanted, default in (

@@ -7,7 +7,7 @@ from oelm.study.report import numbers
 from oelm.study.report.view import View
 from oelm.study.result_types import Comparison, Group, explain_problems
 from oelm.study.two_way import envelope_half_width, seeds_needed
-from oelm.system.messages import Notice, text_of
+from oelm.system.messages import Notice, named, text_of
 
 MOST_CLAUSES = 3  # comparisons that are described one by one; more are counted
 MOST_NAMES = 6
@@ -19,7 +19,7 @@ def answer(view: View) -> list[str]:
     words, comparisons = view.words, view.analysis.comparisons
     settings = {c.group.setting for c in comparisons}
     if not comparisons:
-        first = words("answer.nothing", methods=words.items(view.colours))
+        first = words("answer.nothing", methods=words.items(map(named, view.colours)))
     elif len(comparisons) > 1 and all(c.verdict == "void" for c in comparisons):
         first = words("answer.void_all", count=len(comparisons), reasons=reasons(view, *comparisons))
     elif len(settings) == 1 and len(comparisons) <= MOST_CLAUSES:
@@ -133,7 +133,8 @@ def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
 def _name(comparison: Comparison) -> str:
     """The arm, with the other one where that is not the reference arm of the setting."""
     contrast = comparison.reference != comparison.group.reference_arm
-    return f"{comparison.method} − {comparison.reference}" if contrast else comparison.method
+    method, reference = named(comparison.method), named(comparison.reference)
+    return f"{method} − {reference}" if contrast else method
 
 
 def _by_method(view: View, comparisons: Sequence[Comparison]) -> str:
@@ -191,7 +192,7 @@ def _conditions(view: View) -> str:
     for arm in arms:
         lrs_of = sorted({record.lr for runs in arm.by_lr for record in runs})
         lr = "/".join(map(numbers.learning_rate, lrs_of))
-        texts.append(lr if key == "same" else f"{arm.method} {lr}")
+        texts.append(lr if key == "same" else f"{named(arm.method)} {lr}")
     detail = view.words("answer.detail", lrs=view.words.items(dict.fromkeys(texts))) if texts else ""
     return view.words(f"answer.{key}", detail=detail, tail=_trivial(view, view.analysis.groups[0]))
 
@@ -210,7 +211,7 @@ def _trivial(view: View, group: Group) -> str:
         bits = numbers.fixed(group.trivial_baselines[best].get("bits_per_byte"), 3)
         value = view.words("answer.perplexity", value=value, bits=bits)
     name = view.words.name("trivial", best)
-    return view.words(f"answer.{key}", name=name, value=value, methods=view.words.items(behind))
+    return view.words(f"answer.{key}", name=name, value=value, methods=view.words.items(map(named, behind)))
 
 
 def _trivial_on_any_task(view: View) -> str:

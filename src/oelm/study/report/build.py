@@ -15,6 +15,7 @@ from oelm.study.report.notices import Listed, notices
 from oelm.study.report.training import training
 from oelm.study.report.view import View, task_name
 from oelm.study.result_types import Group
+from oelm.system.messages import named
 
 
 def build(view: View, folder: str) -> Document:
@@ -34,7 +35,7 @@ def build(view: View, folder: str) -> Document:
         "repeat": _repeat(view, folder),
     }
     names = {
-        "methods": words.items(view.colours),
+        "methods": words.items(map(named, view.colours)),
         "tasks": words.items(dict.fromkeys(map(task_name, analysis.groups))),
         "models": words.items(dict.fromkeys(group.model for group in analysis.groups)),
     }

@@ -12,7 +12,7 @@ from oelm.study.report.answer import problems
 from oelm.study.report.numbers import NOTHING
 from oelm.study.report.view import View
 from oelm.study.result_types import ArmResult, Group
-from oelm.system.messages import Notice, Span, notice, text_of
+from oelm.system.messages import Notice, Span, named, notice, text_of
 
 ORDER = (
     "void", "unevaluated", "failed", "changed", "collapsed", "chance", "trivial", "rate", "unfinished",
@@ -79,7 +79,7 @@ def _value_text(view: View, value: Any) -> str:
     """A value of a study's table as its file has it; an arm with settings by its name."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         arms = (v.get("arm", v.get("name")) if isinstance(v, dict) else v for v in value)
-        value = view.words.items(map(str, arms))
+        value = view.words.items(named(str(arm)) for arm in arms)
     return NOTHING if value in (None, "") else str(value)
 
 
