@@ -70,9 +70,9 @@ def train(
     run = request.train(experiment, **given, stop_after=stop_after, plugin=plugin or ())
     if results := run.results:  # of the first process only
         if experiment is not None:
-            from oelm.study.catalogue import published_beside
+            from oelm.study.catalogue import compare_with_published
 
-            results = results | {"published": published_beside(run.config, results)}
+            results = results | {"published": compare_with_published(run.config, results)}
         if as_json:
             say(json.dumps(results | {"folder": str(run.folder)}))
         else:
@@ -157,13 +157,13 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
-    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
-    told += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
-    told += "bit for bit, what they were"
+    text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
+    text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
+    text += "bit for bit, what they were"
     if heads := checked.orthonormal_heads:
         within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
-        told += f"; {heads} blocks are orthonormal to {within}"
-    say(told)
+        text += f"; {heads} blocks are orthonormal to {within}"
+    say(text)
 
 
 @app.command()
