@@ -26,6 +26,7 @@ from oelm.config import FORBID, read_toml
 from oelm.errors import REQUEUE, UserError
 from oelm.study.folder import StudyFolder
 from oelm.study.request import plan_study
+from oelm.system.files import read_object
 from oelm.system.validation import checked_entries
 
 HERE = Path(__file__).parent
@@ -90,6 +91,13 @@ def newest(name: str, results: Path) -> Path:
     return STUDIES / name if count_runs(STUDIES / name) else results / name
 
 
+def drop_interrupted(folder: Path) -> None:
+    """Delete published runs that were interrupted: without their checkpoints nobody can go on with them."""
+    for path in folder.glob("runs/*/*/*/results.json"):
+        if read_object(path)["status"] == "interrupted":
+            shutil.rmtree(path.parent)
+
+
 def start(entry: Entry, *words: str) -> "subprocess.Popen[bytes]":
     """Start `oelm` with these words; its output goes to the study's log."""
     STUDIES.mkdir(exist_ok=True)
@@ -144,7 +152,7 @@ def main() -> None:
     end = time.monotonic() + seconds - WRITING
     common = ["--data-dir", str(asked.data_dir)] if asked.data_dir else []
     common += [word for key in asked.set for word in ("--set", key)]
-    writing: list[subprocess.Popen[bytes]] = []
+    writing: list[tuple[Path, subprocess.Popen[bytes]]] = []
     failures = 0
     for entry in entries:
         began = time.monotonic()
@@ -155,9 +163,12 @@ def main() -> None:
         runs, seconds = count_runs(entry.out), time.monotonic() - began
         print(f"{entry.name:<20} {runs:>4} runs {seconds:>6.0f} s  {state}", flush=True)
         if runs:
-            shutil.rmtree(asked.new / entry.name, ignore_errors=True)  # of an earlier call
-            writing.append(start(entry, "report", str(entry.out), "--publish", str(asked.new / entry.name)))
-    failures += sum(process.wait() != 0 for process in writing)
+            records = asked.new / entry.name
+            shutil.rmtree(records, ignore_errors=True)  # of an earlier call
+            writing.append((records, start(entry, "report", str(entry.out), "--publish", str(records))))
+    for records, process in writing:
+        failures += process.wait() != 0
+        drop_interrupted(records)
     sys.exit(failures > 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from oelm.errors import UserError
 from oelm.system.files import delete
-from results.make import read_queue
+from results.make import drop_interrupted, read_queue
 from tests.study.studies import environment, make_file
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,15 @@ def test_a_mistake_in_a_queue_is_named_with_its_entry_and_key(queue, said, tmp_p
     path.write_text(queue)
     with pytest.raises(UserError, match=f"^{re.escape(f'{path}{said}')}"):
         read_queue(path, None)
+
+
+def test_interrupted_runs_are_no_records(tmp_path):
+    for status in ("completed", "interrupted", "failed"):
+        run = tmp_path / "runs" / "task" / "oelm" / status
+        run.mkdir(parents=True)
+        (run / "results.json").write_text(json.dumps({"status": status}))
+    drop_interrupted(tmp_path)
+    assert runs(tmp_path) == {"completed", "failed"}
 
 
 @pytest.mark.slow
