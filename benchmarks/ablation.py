@@ -33,7 +33,7 @@ from oelm.speed.adamw import RecordableAdamW
 from oelm.speed.bf16_copies import Bf16Copies
 from oelm.speed.forward import FastForward
 from oelm.training.folder import environment
-from oelm.training.parallel import process_state, same_bits
+from oelm.training.parallel import deterministic_mode, process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 
@@ -46,7 +46,7 @@ class NoCopies(Bf16Copies):
 
 
 def gather_nothing(optimizer: RecordableAdamW) -> None:
-    optimizer.together = False
+    optimizer.gathered = False
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ class Arm:
             method=MethodConfig(name="baseline"),
             training=TrainingConfig(steps=10**6, batch_size=batch, warmup=0, schedule="constant", lr=1e-4),
         )  # fmt: skip
-        with self.patch(), same_bits(True, self.state.device):
+        with self.patch(), deterministic_mode(True, self.state.device):
             objective = make_objective(store, store.max_length, 0.0, "none")
             raw, _ = build_model(config, store)
             resolved = resolve_run(config, objective, self.state.device)
@@ -129,7 +129,7 @@ class Arm:
 
     def time(self, steps: int) -> float:
         """Seconds a step."""
-        with self.patch(), same_bits(True, self.state.device):
+        with self.patch(), deterministic_mode(True, self.state.device):
             synchronize()
             began = time.perf_counter()
             for _ in range(steps):

@@ -25,7 +25,7 @@ from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed.kernels.rows_triton import row_sums
 from oelm.training.folder import environment
-from oelm.training.parallel import process_state, same_bits
+from oelm.training.parallel import deterministic_mode, process_state
 from oelm.training.resolve import resolve_run
 from oelm.training.step import make_step
 
@@ -78,7 +78,7 @@ class Steps:
         self.batches = resolved.plan.epoch(0)
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
-        return same_bits(self.wanted, self.state.device)
+        return deterministic_mode(self.wanted, self.state.device)
 
     def window(self, steps: int) -> tuple[float, list[float]]:
         """Seconds a step, and the losses."""

@@ -33,6 +33,7 @@ LEARNED = "learned from the texts"
 NAMES = {"gpt": "gpt2", "bert": "bert-base-uncased"}
 BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 TINY_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 LABELS = {0: "negative", 1: "positive"}
 
 
@@ -115,8 +116,11 @@ def classify(pipe: Any, texts: list[str], batch: int, workers: int, length: int)
     """The pipeline's answers in the order of the texts, which it gets sorted."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     options = {"batch_size": batch, "num_workers": workers, "truncation": True, "max_length": length}
+    before = os.environ.get(PARALLELISM)
     with torch.inference_mode():
         found = pipe([texts[i] for i in order], **options)
+    if before is None:  # with workers it turns the tokenizers' threads off, for all arms and their commands
+        os.environ.pop(PARALLELISM, None)
     answers: list[Any] = [None] * len(texts)
     for i, answer in zip(order, found, strict=True):
         answers[i] = answer

@@ -211,7 +211,16 @@ def same_numbers() -> list[str]:
     bits = record("h200-determinism.json")
     cases = [values["ratio"] for values in bits["cases"].values()]
     rows = {entry["tokens"]: entry for entry in bits["gradient_of_rows_us"]}
+    curves = []
+    for name in ("h200-minilm-curves.json", "h200-minilm-curves-0.json"):
+        arm = record(name)["compared"]["arms"]["fast"]
+        for measure in ("final_training_loss", "validation_loss"):
+            less = arm[measure]["less_plain"]
+            curves.append((f"{less['mean']:+.4f}", f"{less['low']:+.4f} to {less['high']:+.4f}"))
+    (one, one_range), (two, two_range), (three, three_range), (four, four_range) = curves
     return [
+        f"{one} (90 % interval {one_range}) and {two} ({two_range})",
+        f"{three} ({three_range}) and {four} ({four_range})",
         f"{fast['mean']:.4f} (90 % interval {fast['low']:.4f} to {fast['high']:+.4f}) with the fast paths",
         f"by {plain['mean']:.4f} ({plain['low']:.4f} to {plain['high']:+.4f}) without,"
         f" of {found['trainer']['final_training_loss']['mean']:.2f}",

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oelm.system.startup import without_collection
 from oelm.system.version import __version__
 
 if TYPE_CHECKING:
@@ -26,23 +27,24 @@ def _is_command_line() -> bool:
 # `oelm --help` must not wait seconds for torch, so the command line imports what a verb needs itself.
 # Everyone else gets the whole surface, and the reference GPT registered with transformers' Auto classes.
 if not _is_command_line():
-    from oelm.audit import Audit, Fingerprint, audit, fingerprint
-    from oelm.convert import ConversionReport, convert, load, refreeze, release
-    from oelm.errors import AuditError, Interrupted, RunError, UserError
-    from oelm.method import PRESETS, Method, get_method
-    from oelm.models.create import create_oelm_classifier, to_gpt2
-    from oelm.models.families import FAMILIES, Attention, Family
-    from oelm.models.gpt import (
-        OelmGPTForCausalLM,
-        OelmGPTForQuestionAnswering,
-        OelmGPTForSequenceClassification,
-        OelmGPTForTokenClassification,
-        OelmGPTModel,
-    )
-    from oelm.models.gpt_config import OelmGPTConfig, gpt_config
-    from oelm.study.request import report, study
-    from oelm.training.freezing import Freezing
-    from oelm.training.request import train
+    with without_collection():
+        from oelm.audit import Audit, Fingerprint, audit, fingerprint
+        from oelm.convert import ConversionReport, convert, load, refreeze, release
+        from oelm.errors import AuditError, Interrupted, RunError, UserError
+        from oelm.method import PRESETS, Method, get_method
+        from oelm.models.create import create_oelm_classifier, to_gpt2
+        from oelm.models.families import FAMILIES, Attention, Family
+        from oelm.models.gpt import (
+            OelmGPTForCausalLM,
+            OelmGPTForQuestionAnswering,
+            OelmGPTForSequenceClassification,
+            OelmGPTForTokenClassification,
+            OelmGPTModel,
+        )
+        from oelm.models.gpt_config import OelmGPTConfig, gpt_config
+        from oelm.study.request import report, study
+        from oelm.training.freezing import Freezing
+        from oelm.training.request import train
 
     __all__ = [
         "FAMILIES", "PRESETS", "Attention", "Audit", "AuditError", "ConversionReport", "Family",

@@ -20,15 +20,15 @@ from oelm.system.private_peft import BASE_LAYER, is_adapted, is_adapter, plain_n
 from oelm.system.private_torch import unwrap
 from oelm.system.shards import gathered
 
-# What is learned beside frozen weights, into which it is merged: how its parameters are known.
+# Kind of parameter that is learned beside frozen weights and merged into them -> whether a name is one.
 LEARNED = {"lora": is_adapter, "qk_scale": is_factor, "qk_lora": is_qk_adapter}
-ENOUGH_STEPS = 10  # after which a matrix that was unfrozen must have changed
+ENOUGH_STEPS = 10  # of training, after which an unfrozen matrix must have changed
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A model's parameters at one moment: the digests of the frozen ones, the names of the others; of these,
-    the digests of those that a schedule freezes later."""
+    """A model's parameters at one step: digests of the frozen ones, names of the trainable ones, and digests
+    (`later`) of those trainable ones that a schedule freezes later."""
 
     frozen: dict[str, str]
     trainable: tuple[str, ...]
@@ -42,9 +42,9 @@ class Fingerprint:
         return cls(dict(values["frozen"]), tuple(values["trainable"]), dict(values.get("later", {})))
 
     def merged(self, into: Collection[str], present: Collection[str]) -> "Fingerprint":
-        """The same after what was learned beside frozen weights was merged, by PEFT or `into` these: they
-        have no digest any more. `present` are the names of all parameters that there are now."""
-        learned = {name for name in self.trainable if any(known(name) for known in LEARNED.values())}
+        """The fingerprint after learned adapters or factors were merged, by PEFT or `into` these weights,
+        whose digests are cleared. `present` are the names of all parameters that the model has now."""
+        learned = {name for name in self.trainable if any(test(name) for test in LEARNED.values())}
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         now = {name: name if name in present else plain_name(name) for name in self.frozen}
         return Fingerprint(
@@ -56,7 +56,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Audit:
-    """A passed audit: how much was checked, and how orthonormal the blocks are."""
+    """The result of a passed audit: counts, and the largest deviation from orthonormality."""
 
     frozen_tensors: int
     frozen_parameters: int
@@ -70,7 +70,7 @@ class Audit:
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Take it after `convert` and before training; hand it to `audit` afterwards."""
+    """The model's fingerprint, to take after `convert` and before training, for `audit` after training."""
     model = unwrap(model)
     converted = getattr(getattr(model, "config", None), "oelm", None)
     method = method_of(model) if converted else Method()
@@ -83,15 +83,15 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def audit(model: nn.Module, before: Fingerprint | None = None) -> Audit:
-    """Check a converted model and return what was checked; raise `AuditError` naming everything wrong.
+    """Check a converted model and return the counts; raise `AuditError` with all problems.
 
-    Wrong is: a frozen parameter whose bits differ from `before`; a parameter that is trainable although the
-    method freezes it, or the reverse; a block that is no longer orthonormal. Without `before`, bits are
-    compared with the digests that conversion left in the config.
+    A problem is a frozen parameter whose bits differ from `before`; a parameter that is trainable although
+    the method freezes it, or the reverse; a block that is no longer orthonormal. Without `before`, bits are
+    compared with the digests that conversion wrote into the config.
 
-    A method with a schedule is checked as of the step that `oelm.Freezing` was told of last: what was frozen
-    in the course of training has the bits of that moment, and what trained, before it was frozen or after it
-    was unfrozen, has changed since `before`.
+    A method with a schedule is checked at the last step given to `oelm.Freezing`: a parameter frozen during
+    training must have the bits it was frozen with, and one that trained, before it was frozen or after it was
+    unfrozen, must have changed since `before`.
     """
     model = unwrap(model)
     method = method_of(model)
@@ -150,7 +150,7 @@ def method_of(model: nn.Module) -> Method:
 
 
 def at_of(model: nn.Module) -> At:
-    """The step of a schedule that a converted model has reached."""
+    """The step that a converted model has reached in its schedule."""
     return At(*record_of(model).get("at", START))
 
 
@@ -176,29 +176,29 @@ def _state_problems(model: nn.Module, method: Method, before: Fingerprint | None
 
 def _changes(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[Notice]:
     now = frozen_at(model, method, at_of(model))
-    meant = {name for name in frozen_names(model, method) if now.get(name) != 0}  # trained in between
+    trained = {name for name in frozen_names(model, method) if now.get(name) != 0}  # at some step, so far
     for name, parameter in model.named_parameters():
-        if before.frozen.get(name) and name not in meant and _digest(parameter) != before.frozen[name]:
+        if before.frozen.get(name) and name not in trained and _digest(parameter) != before.frozen[name]:
             yield notice("audit.changed", name=name)
 
 
 def _untrained(model: nn.Module, method: Method, before: Fingerprint) -> Iterable[Notice]:
-    """What trained in many steps, be it frozen again by now, and has not changed: an optimizer that does not
-    hold it never trains it."""
+    """Matrices that were trainable for many steps and have not changed, even if they are frozen again: the
+    optimizer did not have them."""
     if not method.schedule:
         return
     groups, at = unfreezing_groups(model, method), at_of(model)
-    line, start = timeline_of(method.schedule, groups.values(), at.total), before.frozen | before.later
+    timeline, start = timeline_of(method.schedule, groups.values(), at.total), before.frozen | before.later
     for name, parameter in model.named_parameters():
-        steps = line.trained_steps(groups[name], at.step) if name in groups else 0
+        steps = timeline.trained_steps(groups[name], at.step) if name in groups else 0
         # Some steps may be skipped (fp16), and the gradients of a bias may be 0.
         if steps >= ENOUGH_STEPS and parameter.dim() > 1 and _digest(parameter) == start.get(name):
             yield notice("audit.untrained", name=name, steps=steps)
 
 
 def merged_into(model: nn.Module, method: Method) -> set[str]:
-    """The frozen parameters that may hold what was learned beside them: all, unless that is there by itself
-    since the conversion."""
+    """The frozen parameters into which learned adapters or factors may have been merged: all with such,
+    except where these are still separate since the conversion."""
     sites = find_sites(model) if method.learns else []
     merged = [site for site in sites if getattr(site.module, "holds_learned", True)]
     adapted = {
@@ -218,11 +218,11 @@ def holds_learned(model: nn.Module) -> bool:
 def _orthonormal(
     model: nn.Module, method: Method, kept: Mapping[str, int]
 ) -> Iterable[tuple[str, Tensor, int, Any]]:
-    """Path, weight, number of blocks and gains of the projections that must be orthonormal, among the `kept`
-    ones, which are frozen since these steps."""
+    """(path, weight, number of blocks, gains) of the projections in `kept`, parameter -> step at which it was
+    frozen, that must be orthonormal."""
     for site in find_sites(model):
         since, kind = kept.get(f"{site.path}.weight"), method.start.get(site.role)
-        if since:  # frozen in the course of training
+        if since:  # frozen during training
             kind = "polar" if method.schedule and method.schedule.polar and site.role in HEAD_ROLES else None
         if since is None or kind not in (*ORTHONORMAL_KINDS, "polar"):
             continue
@@ -234,7 +234,7 @@ def _orthonormal(
 
 
 def frozen_digest(model: nn.Module, method: Method, at: At) -> dict[str, dict[str, str]]:
-    """The digests of every tensor the method has frozen, in each dtype a checkpoint may be loaded in."""
+    """Name -> dtype -> digest of every tensor the method has frozen, for all dtypes it may be loaded in."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return {
         name: {
@@ -263,13 +263,13 @@ def _digest_problems(model: nn.Module, names: Collection[str]) -> Iterable[Notic
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype holds these values exactly; most that it does not hold show in the first row."""
+    """Whether the dtype holds these values exactly. The first row is tried first, where most misfits show."""
     parts = (tensor[:1], tensor) if tensor.dim() else (tensor,)
     return all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts)
 
 
 def _allowed(weight: Tensor) -> float:
-    """The deviation from orthonormality that rounding explains; what was saved in bf16 keeps its error."""
+    """The deviation from orthonormality that rounding explains, including that of an earlier save in bf16."""
     narrower = [dtype for dtype in (torch.bfloat16, torch.float16) if _fits(weight, dtype)]
     return max(tolerance(dtype) for dtype in (weight.dtype, *narrower))
 
@@ -284,7 +284,7 @@ def _tensors(model: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
-    # A copy: memory that numpy has seen cannot be freed by FSDP.
+    # A copy, as FSDP cannot free memory that numpy refers to.
     full = gathered(tensor.detach()).to("cpu", dtype or tensor.dtype, copy=True).contiguous()
     digest = hashlib.blake2b(f"{tuple(full.shape)} {full.dtype}".encode(), digest_size=16)
     digest.update(full.view(torch.uint8).numpy().data)

@@ -1,6 +1,6 @@
-"""What a user may say about a run: frozen dataclasses, TOML on disk, the same keys everywhere.
+"""The configuration of a run: frozen dataclasses, TOML on disk, the same keys everywhere.
 
-The dataclasses need nothing but the standard library; a user's file or flags are checked by pydantic.
+The dataclasses need only the standard library; a user's file or flags are checked by pydantic.
 """
 
 import json
@@ -19,9 +19,9 @@ from oelm.system.library_errors import first_line
 from oelm.system.validation import checked
 
 Role = Literal["q", "k", "v", "o", "ffn_in", "ffn_out", "norms", "embeddings", "head"]
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".json")  # of files with rows and columns
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".json")  # suffixes of files with rows and columns
 SUFFIXES = (*TABLES, ".conll", ".txt")  # of a user's own file
-LONGEST = 1 << 20  # tokens of a text: more fits no model
+LONGEST = 1 << 20  # tokens of a text, more than any model takes
 FORBID = {"extra": "forbid"}  # read by pydantic: an unknown key is an error
 
 
@@ -31,7 +31,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class TaskConfig(_Table):
-    """What is learned: a task by name, or a user's file or prepared dataset (`data`)."""
+    """The task: one by name, or a user's file or prepared dataset (`data`)."""
 
     name: str | None = None
     data: str | None = None
@@ -39,7 +39,7 @@ class TaskConfig(_Table):
     text_pair: str | None = None
     label: str = "label"
     target: str | None = None  # column of the text to write: sequence to sequence
-    kind: str | None = None  # of a file; None: seq2seq where there is a target, else classification
+    kind: str | None = None  # of a file; None: seq2seq if there is a target, else classification
     metric: str | None = None  # the deciding metric of a file; None: the one of its kind
     test_file: str | None = None
     train_on: str | None = None
@@ -110,10 +110,10 @@ class MethodConfig(_Table):
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-# Two ways to say how long, and how large a batch: a run has one of each pair.
+# Pairs of keys for one quantity, the length of training and the size of a batch; a run has one of each pair.
 ALTERNATIVES = (("steps", "epochs"), ("batch_size", "batch_tokens"))
 
-# What numbers of [training] must be, in words and as a test, and which keys.
+# Range of numbers in [training], in words -> (its test, its keys).
 BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "positive": (lambda value: 0 < value < math.inf, ("lr", "lr_scale", "eps", "epochs", "steps", "keep",
                  "batch_size", "batch_tokens", "accumulate", "log_every")),
@@ -126,7 +126,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class TrainingConfig(_Table):
-    """How it is learned. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
+    """Training. A batch is `batch_size` texts or windows, or `batch_tokens` tokens."""
 
     lr: float = 3e-4
     epochs: float | None = None  # 3 unless `steps` is given
@@ -148,7 +148,7 @@ class TrainingConfig(_Table):
     class_weights: Literal["none", "balanced"] = "none"
     gradient_checkpointing: bool = False
     fast: bool = True  # packed texts, CUDA graphs, our own kernels, where the hardware has them
-    fallback: bool = True  # where the fast path gives NaN or infinity, continue on the plain path
+    fallback: bool = True  # if the fast path gives NaN or infinity, continue on the plain path
     deterministic: bool = True  # the same seed gives the same bits on one kind of GPU
     fsdp: bool = False  # shard parameters over the processes (FSDP2) instead of copying them (DDP)
     eval_every: int | Literal["auto"] = 0  # steps; 0: at the end of every epoch; "auto": ten times
@@ -160,7 +160,7 @@ class TrainingConfig(_Table):
     chance_after: float = 0.3  # share of the steps after which a run must beat the majority class
     stop_at_chance: bool = False
     test: bool = True  # False: never evaluate the test split, for a trial that chooses a learning rate
-    extended_from: tuple[int, ...] = ()  # steps at which a finished run was told to go on
+    extended_from: tuple[int, ...] = ()  # steps at which a finished run was extended
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, mlflow, trackio
     seed: int = 0
 
@@ -187,7 +187,7 @@ class TrainingConfig(_Table):
 
 @dataclass(frozen=True)
 class ArmConfig(_Table):
-    """Which arm of a study a run belongs to, where that is more than its method."""
+    """The arm of a study that a run belongs to, if that is more than its method."""
 
     name: str | None = None  # None: the method's
     differs_in: tuple[str, ...] = ()  # keys in which the study's arms differ, such as training.warmup
@@ -214,9 +214,9 @@ class RunConfig(_Table):
         return values
 
     def identity(self, files: bool = True) -> dict[str, Any]:
-        """The keys that decide the result: not where the data lies, nor how often the run logs or saves.
+        """The keys that decide the result: without the data's folder and how often the run logs or saves.
 
-        `files=False` leaves out the names of a user's files, where they are known to hold the same rows.
+        `files=False` leaves out the names of a user's files, for files known to hold the same rows.
         """
         values = {key: value for key, value in self.to_dict().items() if key not in ("arm", "plugins")}
         for name in () if files else ("data", "test_file"):
@@ -234,7 +234,8 @@ class RunConfig(_Table):
 # Keys that do not change what a run computes.
 INCIDENTAL = {"task": ("data_dir",), "training": ("save_every", "keep", "log_every", "trackers", "fallback")}
 
-# Keys added later: left out of the identity while they have their default, so that older records keep theirs.
+# Keys that older records lack, with their defaults; left out of the identity while they have them, so that
+# the identity of such records stays.
 LATER: dict[str, dict[str, Any]] = {
     "task": {"hold_out": True},
     "training": {"layer_decay": 1.0, "lr_scale": {}, "weight_decay_scale": {}, "fast": True,
@@ -261,19 +262,19 @@ def make_config(values: Mapping[str, Any], where: str = "configuration") -> RunC
 
 
 def rebuild_config(values: Mapping[str, Any]) -> RunConfig:
-    """The inverse of `RunConfig.to_dict`, without pydantic: for a process that was handed one."""
+    """The inverse of `RunConfig.to_dict`, without pydantic, for values that were checked before."""
     sections = {f.name: f.default_factory for f in fields(RunConfig) if f.default_factory is not MISSING}
     values = _tuples(values)
     return RunConfig(**{k: sections[k](**_tuples(v)) if k in sections else v for k, v in values.items()})
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON and TOML have lists where a config has tuples."""
+    """The values with tuples in place of the lists of JSON and TOML."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
-    """A TOML file as nested dictionaries; an error says in which line the file is wrong."""
+    """A TOML file as nested dictionaries; an error names the wrong line."""
     try:
         return parse_toml(read_file(Path(path), follow).decode("utf-8"))
     except FileNotFoundError:
@@ -285,7 +286,7 @@ def read_toml(path: str | Path, follow: bool = True) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """TOML as nested dictionaries. Raises TOMLDecodeError, or ValueError for what no config holds."""
+    """TOML as nested dictionaries. Raises TOMLDecodeError, or ValueError if it cannot be a config."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -304,21 +305,21 @@ def flag_keys(given: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_config(
     base: Mapping[str, Any], file: Path | None, flags: Mapping[str, Any], assignments: Iterable[str]
 ) -> RunConfig:
-    """The config a user asks for: `base` (an experiment's values) overridden by a file, flags and --set."""
+    """The requested config: `base` (an experiment's values) overridden by a file, flags and --set."""
     values = merge({}, base)
     if file is not None:
         merge(values, read_toml(file))
-    asked = overrides(flags, assignments)
+    requested = overrides(flags, assignments)
     task, model = (values[name] if isinstance(values.get(name), dict) else {} for name in ("task", "model"))
-    named = asked.get("model")
+    named = requested.get("model")
     if isinstance(named, dict) and "name" in named and task.get("tokenizer") == model.get("name"):
         task.pop("tokenizer", None)  # drop the previous model's tokenizer
-    return make_config(merge(values, asked), "options" if file is None else str(file))
+    return make_config(merge(values, requested), "options" if file is None else str(file))
 
 
 def overrides(flags: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Flags (`training.lr` -> value) and --set assignments as one nested mapping. One, so that --steps
-    contradicts --set training.epochs instead of replacing it."""
+    """Flags (`training.lr` -> value) and --set assignments in one nested mapping, so that --steps conflicts
+    with --set training.epochs instead of replacing it."""
     values: dict[str, Any] = {}
     for part in [*(nest(path, value) for path, value in flags.items()), *map(from_assignment, assignments)]:
         update(values, part)

@@ -34,10 +34,10 @@ from oelm.system.version import __version__
 
 
 def convert(model: PreTrainedModel, method: str | Method = "oelm", seed: int = 0) -> ConversionReport:
-    """Initialise and freeze what the method says, in place, and report it.
+    """Initialise and freeze a model's parameters by a method, in place, and report them.
 
-    The model keeps its class; `config.oelm` records what was done, and is saved with it. What cannot be done
-    is refused before the model is touched.
+    The model keeps its class; `config.oelm` records the conversion and is saved with it. A conversion that is
+    impossible raises UserError before the model is changed.
     """
     method = get_method(method)
     _refuse_unfit(model)
@@ -109,8 +109,8 @@ def refreeze(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the frozen state of a converted model after a plain `from_pretrained`, which loses it.
 
     The frozen weights are compared with the digests in the config: a checkpoint in which they were trained is
-    refused. What was learned beside them (`Method.qk_scale`, `Method.qk_lora`) is part of them now, frozen; a
-    model that was not trained since its conversion can still learn it.
+    refused. Factors or adapters learned beside them (`Method.qk_scale`, `Method.qk_lora`) are merged into
+    them and stay frozen; a model that was not trained since its conversion gets them again, to be learned.
     """
     method, record = method_of(model), record_of(model)
     _freeze(model, method, at_of(model))
@@ -184,7 +184,7 @@ def _refuse_unfit_weights(sites: list[Site]) -> None:
 
 
 def _refuse_empty_selections(sites: list[Site], method: Method) -> None:
-    """Reject a selection that matches no layer. ":-n" in a model of n layers is accepted where the method
+    """Reject a selection that matches no layer. ":-n" in a model of n layers is accepted if the method
     freezes something else, as `top-2` does in a model of two layers."""
     freezes_something, empty = "embeddings" in method.freeze, {}
     for role, layers in method.freeze.items():
@@ -230,13 +230,13 @@ def _new_weight(site: Site, kind: str, init: str, method: Method, seed: int) -> 
 
 
 def _freeze(model: PreTrainedModel, method: Method, at: At) -> set[str]:
-    """Freeze what the method says at a step, and return the names of all that it freezes at any. A fused
-    matrix is split of which a part is frozen, or learns something beside it."""
+    """Freeze the parameters that the method freezes at this step; return the names of those that it freezes
+    at any step. A fused matrix is split if a part of it is frozen or has factors or adapters."""
     for site in find_sites(model):
         frozen = [role for role in PARTS if method.freezes(role, site.layer, site.num_layers)]
         if site.part is not None and (0 < len(frozen) < len(PARTS) or changed_kinds(method, site)):
             module = model.get_submodule(site.path)
-            if isinstance(module, nn.Linear | Conv1D):  # not split yet for another of its parts
+            if isinstance(module, nn.Linear | Conv1D):  # not split before for another of its parts
                 split = SplitQKV(module, site.heads, site.layout)
                 model.set_submodule(site.path, split.train(model.training))
     now = frozen_at(model, method, at)
@@ -278,19 +278,19 @@ def _report(
         size = sum(site.parameters for site in sites)
         rows.append(Row(role, len(sites), heads, start, "/".join(sorted(gains)), share, size))
     for role, modules in whole_model_roles(model).items():
-        # A norm or a tied matrix may be registered twice; it is one parameter.
+        # A norm or a tied matrix may be registered twice but counts once.
         unique = {id(p): p for module in modules.values() for p in module.parameters(recurse=False)}
-        held = sum(id(p) in frozen_ids for p in unique.values())
+        frozen = sum(id(p) in frozen_ids for p in unique.values())
         size = sum(p.numel() for p in unique.values())
-        share = _share(held, len(unique), method)
+        share = _share(frozen, len(unique), method)
         rows.append(Row(role, len(unique), 0, "as it was", "-", share, size))
     starts = {
         "lora": f"rank {method.lora}, no change yet",
         "qk_scale": f"1 for each {QK_SCALES[method.qk_scale]}",
         "qk_lora": f"rank {method.qk_lora}, no change yet",
     }
-    for role, belongs in LEARNED.items():
-        if learned := [p for name, p in model.named_parameters() if belongs(name)]:
+    for role, is_learned in LEARNED.items():
+        if learned := [p for name, p in model.named_parameters() if is_learned(name)]:
             size = sum(p.numel() for p in learned)
             rows.append(Row(role, len(learned), 0, starts[role], "-", "no", size))
     parameters = [*model.parameters()]
@@ -312,13 +312,13 @@ def _report(
 
 
 def _frozen_at_end(parameters: list[nn.Parameter], scheduled: set[int], method: Method) -> int | None:
-    """How many parameters are frozen when the schedule is over; None without one."""
+    """The number of parameters that are frozen at the end of the schedule; None without one."""
     if not (schedule := method.schedule):
         return None
     ends = schedule.unfreeze_at is None or schedule.refreeze_at is not None
     return sum(p.numel() for p in parameters if (ends if id(p) in scheduled else not p.requires_grad))
 
 
-def _share(held: int, of: int, method: Method) -> str:
-    share = {0: "no", of: "yes"}.get(held, f"{held} of {of} tensors")
-    return f"{share}, by schedule" if held and method.schedule else share
+def _share(frozen: int, total: int, method: Method) -> str:
+    share = {0: "no", total: "yes"}.get(frozen, f"{frozen} of {total} tensors")
+    return f"{share}, by schedule" if frozen and method.schedule else share

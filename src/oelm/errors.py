@@ -1,4 +1,4 @@
-"""Errors that a user sees as one line, and the kinds of failure that a record names."""
+"""Errors that a user sees as one line, and the kinds of failure in a record."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from oelm.system.messages import Notice, notice
 REQUEUE = 75  # EX_TEMPFAIL: the exit code that schedulers take as "start me again"
 
 
-# Kinds of failure. Only an outcome says something about the method and rules a learning rate out. A fault
-# decides nothing: the run is repeated, and no conclusion is drawn without it.
+# Kinds of failure. An outcome is a result of the method and excludes a learning rate. A fault is not: the run
+# is repeated, and no conclusion is drawn without it.
 OUTCOMES = {
     "diverged": "a loss, gradient or weight is not finite",
     "at_chance": "stopped at chance level, where training.stop_at_chance asks for it",
@@ -25,7 +25,7 @@ FAULTS = {
 }
 
 
-class _Told(Exception):
+class _NoticeError(Exception):
     """An error whose message is a notice, so that a record can hold it; a plain text has no code."""
 
     def __init__(self, message: str | Notice = "") -> None:
@@ -33,24 +33,24 @@ class _Told(Exception):
         self.notice = message if isinstance(message, Notice) else notice("text", text=message)
 
 
-class UserError(_Told, ValueError):
+class UserError(_NoticeError, ValueError):
     """An input cannot be used. The message says what is wrong, where, and what to do, in one line."""
 
 
 class FolderInUse(UserError):
-    """Another process holds the folder of a run."""
+    """Another process has locked the folder of a run."""
 
 
-class AuditError(_Told, RuntimeError):
-    """A frozen weight moved, lost its orthonormality, or a parameter is not as its method says."""
+class AuditError(_NoticeError, RuntimeError):
+    """A frozen weight changed or is not orthonormal, or a parameter is not frozen as its method says."""
 
     def __init__(self, message: str | Notice, problems: Sequence[Notice] = ()) -> None:
         super().__init__(message)
         self.problems = list(problems)  # all of them; the message may leave some out
 
 
-class RunError(_Told, RuntimeError):
-    """A run failed: what happened, its kind (OUTCOMES, FAULTS), what to do. It can be resumed."""
+class RunError(_NoticeError, RuntimeError):
+    """A run failed: the reason, its kind (a key of OUTCOMES or FAULTS), what to do. It can be resumed."""
 
     def __init__(self, reason: str | Notice, kind: str = "software", advice: Notice | None = None) -> None:
         super().__init__(reason)
@@ -60,5 +60,5 @@ class RunError(_Told, RuntimeError):
         return f"{self.notice}; {self.advice}" if self.advice else str(self.notice)
 
 
-class Interrupted(_Told):
-    """A run was told to stop and saved a checkpoint: the same command resumes it."""
+class Interrupted(_NoticeError):
+    """A run stopped on a signal or request and saved a checkpoint: the same command resumes it."""

@@ -1,5 +1,5 @@
-"""A method says how the projections start and what is frozen when. Presets are data; no model is touched
-here."""
+"""Methods: how the projections are initialised, and which parameters are frozen when. Presets are data; this
+module needs no model."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from oelm.orthogonal import KINDS
 from oelm.system.plugins import Registry
 
 PROJECTIONS = ("q", "k", "v", "o", "ffn_in", "ffn_out")
-BLOCKS = (*PROJECTIONS, "norms")  # the roles in a layer, which `freeze` calls "blocks" together
+BLOCKS = (*PROJECTIONS, "norms")  # the roles in a layer, together "blocks" in `freeze`
 ROLES = (*BLOCKS, "embeddings")
-HEAD_ROLES = ("q", "k")  # start head by head; the others as one block
+HEAD_ROLES = ("q", "k")  # initialised head by head; the others as one block
 START_ROLES = (*HEAD_ROLES, "ffn_in", "ffn_out")
 INITS = ("auto", "fresh", "own")
 SCORES = ("differentiable", "constant")
 GAINS = ("family", "own")  # besides numbers
-QK_SCALES = {"none": "", "head": "head", "dimension": "head dimension"}  # what has a factor of its own
-# What freeze_ratio is a share of.
+QK_SCALES = {"none": "", "head": "head", "dimension": "head dimension"}  # the unit that has its own factor
+# The whole of which freeze_ratio is a share.
 RATIO_OF = {"all": "all parameters", "blocks": "the layers' weight matrices"}
 
 
@@ -77,8 +77,8 @@ class Method:
             if not isinstance(table, Mapping) or not all(isinstance(v, str) for v in table.values()):
                 raise UserError(f"{name} maps roles to words, for example {{'q': 'all'}}, not {table!r}")
         if "blocks" in self.freeze:
-            named = {role: layers for role, layers in self.freeze.items() if role != "blocks"}
-            object.__setattr__(self, "freeze", dict.fromkeys(BLOCKS, self.freeze["blocks"]) | named)
+            rest = {role: layers for role, layers in self.freeze.items() if role != "blocks"}
+            object.__setattr__(self, "freeze", dict.fromkeys(BLOCKS, self.freeze["blocks"]) | rest)
         for role, kind in self.start.items():
             _known(role, START_ROLES, "role that can be initialised")
             _known(kind, (*KINDS, "polar"), "kind of block")
@@ -157,7 +157,7 @@ class Method:
         return self.qk_scale != "none" or self.qk_lora > 0
 
     def freezes(self, role: str, layer: int, num_layers: int) -> bool:
-        """Whether a role's parameters in this layer of a stack of so many are frozen."""
+        """Whether a role's parameters in this layer of a stack of `num_layers` are frozen."""
         return role in self.freeze and layer in select_layers(self.freeze[role], num_layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def spell_layers(freeze: Any) -> Any:
 
 
 def select_layers(selection: str, num_layers: int) -> set[int]:
-    """The layer numbers a selection names in a stack of this many layers."""
+    """The numbers of the selected layers in a stack of `num_layers`."""
     every = range(num_layers)
     selection = selection.replace(" ", "")
     if selection in (named := {"all": every, "even": every[::2], "odd": every[1::2]}):

@@ -131,8 +131,8 @@ def to_blocks(weight: "torch.Tensor | Array", num_heads: int) -> Array:
 
 
 def one_blas_thread() -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, numpy computes on one core, with the same bits: blocks are so small that threads only
-    wait for each other, for seconds where other processes use the cores."""
+    """A context in which numpy computes on one core, with the same bits. The blocks are so small that threads
+    mostly wait for each other, for seconds if other processes use the cores."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:  # it comes with scikit-learn

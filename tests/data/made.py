@@ -11,7 +11,7 @@ import pyarrow.parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BartTokenizer, BertTokenizer, T5Tokenizer
 
-from oelm.data.dataset import SPLITS, Dataset, joined
+from oelm.data.dataset import SPLITS, Dataset, concatenated
 
 LEXICON = """the film was good bad very nice story about a dog and cat who run far away from home to see
 mountains rivers with friends because they love music dance food light dark cold warm rain"""
@@ -92,5 +92,5 @@ def ciphers(path: Path, rows: int = 100, low: int = 2, high: int = 4, seed: int 
 
 def split_sizes(data: Dataset) -> dict[str, int]:
     """Rows per split."""
-    codes = joined(data.parts, "split")
+    codes = concatenated(data.parts, "split")
     return {name: int((codes == code).sum()) for code, name in enumerate(SPLITS)}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from oelm.data import Store, Windows, load_file, load_task, open_store, prepare
 from oelm.data import store as stores
 from oelm.data import trivial_baselines as references
-from oelm.data.trivial_baselines import CACHE, compute_beside, second_start, trivial_baselines
+from oelm.data.trivial_baselines import CACHE, compute_in_background, second_start, trivial_baselines
 from oelm.errors import UserError
 from oelm.system.files import locked_folder
 
@@ -210,14 +210,14 @@ def test_another_process_computes_them_once_and_is_waited_for(
 ) -> None:
     store = _corpus(tmp_path)
     with locked_folder(store.folder):  # it has to wait, too
-        compute_beside(store)
+        compute_in_background(store)
         time.sleep(0.2)
         assert not (store.folder / CACHE).exists()
     assert references._COMPUTING.pop().wait(120) == 0
     monkeypatch.setattr(references, "_compute", lambda *given: pytest.fail("it is there"))
     assert trivial_baselines(store)["unigram"]["test"]["perplexity"] > 1
     monkeypatch.setattr(references.subprocess, "Popen", lambda *given, **options: pytest.fail("it is there"))
-    compute_beside(store)
+    compute_in_background(store)
 
 
 def test_a_store_that_cannot_be_written_to_is_fine(tmp_path: Path) -> None:

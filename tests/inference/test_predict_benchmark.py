@@ -1,11 +1,14 @@
 """benchmarks/predict.py at tiny size on a CPU: what it records, and that both sides answer the same."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import predict
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "predict.py"
 
@@ -31,3 +34,16 @@ def test_both_sides_answer_alike_and_everything_is_recorded(tmp_path: Path) -> N
         assert len(case["pipeline_settings"]) == 2 and case["precision"] == "fp32"
         assert set(case["ratio"]) == {"warm", "command"} and min(case["alone"].values()) > 0
     assert done.stdout.count("|") == 4 * 10, "a table, and nothing else"
+
+
+@pytest.mark.slow
+def test_the_pipelines_workers_leave_the_tokenizers_of_other_arms_their_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (predict.PARALLELISM, "OELM_TOKENIZER_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    texts = predict.made_texts(12)
+    _, tokenizer = predict.make_tokenizer("gpt", texts)
+    pipe = predict.make_pipeline(predict.make_models("gpt", tokenizer, True, tmp_path)[1])
+    assert len(predict.classify(pipe, texts, 4, 2, 64)) == 12
+    assert predict.PARALLELISM not in os.environ

@@ -93,11 +93,11 @@ def test_a_long_text_loses_its_end_and_never_the_template(models, tmp_path):
     file = write_csv(tmp_path / "long.csv", ["body", "topic"], rows)
     answer = ask(models["gpt2"], file)
     assert answer["cut"] == answer["items"]
-    from oelm.inference.zero_shot import _Asker
+    from oelm.inference.zero_shot import _PromptEncoder
 
     trained = Trained(models["gpt2"])
-    asker = _Asker(trained.tokenizer, *make_question(TEMPLATE, None, ["no", "yes"], False), WINDOW)
-    for ids, start in asker.ask({"text": rows[0][0]}):
+    asker = _PromptEncoder(trained.tokenizer, *make_question(TEMPLATE, None, ["no", "yes"], False), WINDOW)
+    for ids, start in asker.encode({"text": rows[0][0]}):
         text = trained.tokenizer.decode(ids[1:])
         assert text.startswith(rows[0][0][:40]) and " It was " in text
         assert WINDOW - 8 < len(ids) - 1 <= WINDOW and 0 < start < len(ids)

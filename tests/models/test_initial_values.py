@@ -14,7 +14,7 @@ from oelm.models.build import build_model
 from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.models.gpt_config import gpt_config
 from oelm.models.gpt_sizes import SIZES
-from oelm.models.initial_values import drawn_ahead, drawn_once
+from oelm.models.initial_values import drawing_ahead, sharing_draws
 from tests.training.runs import Machine
 
 
@@ -28,13 +28,13 @@ def test_a_run_starts_from_the_weights_that_its_model_draws_alone(machine: Machi
     """Be they drawn ahead, with another seed (which nobody asks for then), or not at all."""
     store, config = open_store(machine.store), config_of(machine.store, seed=seed)
     draw, drawn = initial_values._draw, []
-    with drawn_ahead(config_of(machine.store)), pytest.MonkeyPatch.context() as patch:
-        ahead = [value.result() for value in initial_values._AHEAD.values()]
+    with drawing_ahead(config_of(machine.store)), pytest.MonkeyPatch.context() as patch:
+        ahead = [value.result() for value in initial_values._FUTURES.values()]
         patch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
         before = torch.get_rng_state()
         model, _ = build_model(config, store)
         assert torch.equal(torch.get_rng_state(), before)  # torch draws nothing
-        assert len(initial_values._AHEAD) == (0 if seed == 5 else len(ahead))
+        assert len(initial_values._FUTURES) == (0 if seed == 5 else len(ahead))
     assert len(ahead) == 2 + 6 * SIZES["gpt-tiny"][0]
     # The head's shape is the task's.
     assert drawn == ["classifier.weight"] if seed == 5 else len(drawn) == len(ahead) + 1
@@ -48,15 +48,15 @@ def test_what_is_not_known_yet_is_not_drawn_ahead(tmp_path: Path, machine: Machi
     known = config_of(machine.store)
     no_name = replace(known, model=replace(known.model, name=None))
     for config in (config_of(tmp_path), config_of(tmp_path / "none"), config_of("x.csv"), no_name):
-        with drawn_ahead(config):
-            assert not initial_values._AHEAD
+        with drawing_ahead(config):
+            assert not initial_values._FUTURES
 
 
 def test_a_large_model_is_drawn_ahead_in_part(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial_values, "MOST_AHEAD", 10 * 128 * 128)
-    with drawn_ahead(config_of(machine.store)):
-        assert 0 < len(initial_values._AHEAD) <= 10
-    assert not initial_values._AHEAD
+    with drawing_ahead(config_of(machine.store)):
+        assert 0 < len(initial_values._FUTURES) <= 10
+    assert not initial_values._FUTURES
 
 
 @pytest.mark.parametrize("threads", [2, 7])
@@ -68,7 +68,7 @@ def test_a_large_model_is_drawn_by_several_threads(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
 
     def asked_for(*asked: Any) -> Any:
-        waiting.append(len(initial_values._AHEAD))
+        waiting.append(len(initial_values._FUTURES))
         return value(*asked)
 
     monkeypatch.setattr("oelm.models.gpt.initial_value", asked_for)
@@ -78,7 +78,7 @@ def test_a_large_model_is_drawn_by_several_threads(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(value, together[name]) for name, value in alone.items())
     assert len(drawn) == len(set(drawn)) == 2 + 6 * 6 + 1  # the tied head draws its own before it is tied
     assert 0 < max(waiting) <= 2 * threads
-    assert not initial_values._AHEAD and not initial_values._LATER
+    assert not initial_values._FUTURES and not initial_values._DEFERRED
 
 
 def test_what_fails_in_a_thread_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_what_fails_in_a_thread_leaves_nothing_behind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(MemoryError, match="no room"):
         OelmGPTForCausalLM(gpt_config("gpt-tiny", vocab_size=300))
-    assert not initial_values._AHEAD and not initial_values._LATER
+    assert not initial_values._FUTURES and not initial_values._DEFERRED
 
 
 @pytest.mark.parametrize("most", [1 << 28, 30_000])
@@ -105,7 +105,7 @@ def test_models_that_are_built_together_share_what_is_drawn(
     ]
     alone = [build_model(config, store)[0].state_dict() for config in configs]
     monkeypatch.setattr(initial_values, "_draw", lambda *asked: drawn.append(asked[1]) or draw(*asked))
-    with drawn_once():
+    with sharing_draws():
         together = [build_model(config, store)[0].state_dict() for config in configs]
         kept = sum(value.size for value in initial_values._KEPT.values())
     for before, after in zip(alone, together, strict=True):

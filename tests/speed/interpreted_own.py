@@ -142,7 +142,7 @@ def test_steps_of_adamw_without_a_gradient(size: int) -> None:
     steps = fast_adamw.coefficients(rates, 7, group)
     counter = torch.tensor(7.0 + len(rates) - 1)  # the last of them met a fault
     adamw_triton.coast_(mine[0], mine[1], mine[2], steps, counter, 7, 0.9, 0.999, 1e-8)
-    fast_adamw.coast(twin[0], twin[1], twin[2], rates, 7, counter, group)
+    fast_adamw.step_without_gradients(twin[0], twin[1], twin[2], rates, 7, counter, group)
     for a, b, before in zip(mine, twin, tables, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
         assert not before.any() or not torch.equal(a, before)
@@ -178,8 +178,8 @@ def test_steps_of_adamw_on_all_weights_at_once(clip: float) -> None:
                     state |= {name: value.clone() for name, value in state.items()}
             if own:
                 optimizer.gather()
-                assert optimizer.together == (step != 2)
-            if optimizer.together:
+                assert optimizer.gathered == (step != 2)
+            if optimizer.gathered:
                 optimizer.step()
                 norms.append(optimizer.norm)
                 assert torch.equal(copy, weights[1].bfloat16())
@@ -209,13 +209,13 @@ def test_a_gradient_that_is_not_finite_stops_all_later_steps(own: bool, bad: flo
             weights[0].grad[69, 63] = bad
         if own:
             optimizer.gather()
-        if not optimizer.together:
+        if not optimizer.gathered:
             clip_in_step(optimizer, weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         states = [value.clone() for w in weights for value in optimizer.state[w].values()]
         seen.append([*(w.detach().clone() for w in weights), *states, *([copy.clone()] if own else [])])
-    assert optimizer.together == own and float(fault_of(optimizer)) == 1
+    assert optimizer.gathered == own and float(fault_of(optimizer)) == 1
     assert not torch.equal(seen[0][0], seen[1][0])
     for before, after in ((seen[1], seen[2]), (seen[1], seen[3])):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -263,7 +263,7 @@ def test_weights_of_steps_with_our_own_adamw(accumulate: int) -> None:
             batches = task.plan("train", 8, None, 1).epoch(0)
             model.train()
             losses = [made.take(k, batches, k)[:2] for k in range(4)]
-        assert isinstance(made.optimizer, RecordableAdamW) and made.optimizer.together == own
+        assert isinstance(made.optimizer, RecordableAdamW) and made.optimizer.gathered == own
         # The array of gradients is memory held for nothing after a step, unless the next is added there.
         assert (made.optimizer.array is None) == (accumulate == 1 or not own)
         ways = [p.detach() - start for p, start in zip(model.parameters(), before, strict=True)]
@@ -467,10 +467,10 @@ def test_a_model_learns_the_same_with_them(head: str, method: str) -> None:
 
 def test_the_trial_of_each_kernel_runs_it() -> None:
     """All it needs is there, so that on a GPU it can only fail for the GPU's sake."""
-    from oelm.speed.capabilities import KERNELS, Machine, capabilities, tried
+    from oelm.speed.capabilities import KERNELS, Machine, capabilities, without_failing
     from oelm.speed.trial import trials
 
     made, found = trials(torch.device("cpu")), capabilities(Machine("cpu", interpreted=True))
     assert set(made) == set(KERNELS)
     with torch.inference_mode():
-        assert tried(found, made, everything=True) == found
+        assert without_failing(found, made, everything=True) == found

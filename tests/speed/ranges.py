@@ -281,7 +281,7 @@ def adamw(where: Where, size: float, clip: float, decay: float) -> None:
         for weight, grad in zip(weights, given, strict=True):
             weight.grad = grad.clone()
         optimizer.gather()
-        assert optimizer.together
+        assert optimizer.gathered
         optimizer.step()
         length = torch.sqrt(sum((g.double() ** 2).sum() for g in given))  # type: ignore[arg-type]
         assert abs(optimizer.norm.double() - length) <= 1e-5 * length

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from oelm.speed.capabilities import KERNELS, Machine, capabilities, here, machine_of, tried
+from oelm.speed.capabilities import (
+    KERNELS,
+    Machine,
+    capabilities,
+    device_capabilities,
+    machine_of,
+    without_failing,
+)
 from tests.command_line import caller
 
 NVIDIA = Machine("cuda", (9, 0), bf16=True, shared_memory=232_448, triton=True, varlen=True)
@@ -65,20 +72,20 @@ def test_ampere_and_ada_have_all_but_what_was_measured_on_hopper(capability: tup
     found = capabilities(replace(NVIDIA, capability=capability, shared_memory=101_376))
     missing = {name for name, why in found.items() if why}
     assert missing == {"attention", "norm"}
-    asked = replace(NVIDIA, capability=capability, shared_memory=101_376, asked=True)
-    assert set(capabilities(asked).values()) == {None}
+    machine = replace(NVIDIA, capability=capability, shared_memory=101_376, all_kernels=True)
+    assert set(capabilities(machine).values()) == {None}
 
 
 def test_blackwell_takes_pytorchs_kernels_unless_asked() -> None:
     for capability in ((10, 0), (12, 0)):
         machine = replace(NVIDIA, capability=capability)
         assert {name for name, why in capabilities(machine).items() if why} == set(KERNELS)
-        assert set(capabilities(replace(machine, asked=True)).values()) == {None}
+        assert set(capabilities(replace(machine, all_kernels=True)).values()) == {None}
 
 
 def test_older_gpus_pad_and_have_no_bf16() -> None:
-    for asked in (False, True):  # what cannot run is not turned on
-        found = capabilities(replace(TURING, asked=asked))
+    for all_kernels in (False, True):  # what cannot run is not turned on
+        found = capabilities(replace(TURING, all_kernels=all_kernels))
         assert found["graphs"] is None
         assert found["packed"] and "8.0, not 7.5" in found["packed"]
         assert found["bf16_copies"] and all(found[name] for name in KERNELS)
@@ -86,10 +93,10 @@ def test_older_gpus_pad_and_have_no_bf16() -> None:
 
 def test_every_machine_is_answered_with_a_reason_for_what_it_lacks() -> None:
     kinds = ("cuda", "cpu", "mps", "xpu"), ((0, 0), (7, 0), (8, 6), (9, 0), (12, 1)), (4096, 101_376)
-    for device, capability, shared, amd, bf16, triton, varlen, asked in itertools.product(
+    for device, capability, shared, amd, bf16, triton, varlen, all_kernels in itertools.product(
         *kinds, *[(False, True)] * 5
     ):
-        machine = Machine(device, capability, amd, bf16, shared, triton, varlen, False, asked)
+        machine = Machine(device, capability, amd, bf16, shared, triton, varlen, False, all_kernels)
         found = capabilities(machine)
         assert all(why is None or why.strip() for why in found.values())
         if device != "cuda" or amd:
@@ -106,22 +113,24 @@ def test_a_kernel_that_fails_gives_way_and_the_first_takes_all_with_it() -> None
 
     found, runs = capabilities(NVIDIA), []
     good = {name: lambda name=name: runs.append(name) for name in ("rows", "adamw", "norm")}
-    assert tried(found, good, everything=False) == found and runs == ["rows"]
-    assert tried(found, good, everything=True) == found and runs == ["rows", *good]
+    assert without_failing(found, good, everything=False) == found and runs == ["rows"]
+    assert without_failing(found, good, everything=True) == found and runs == ["rows", *good]
     reason = "it does not run here: out of resource: shared memory"
-    assert tried(found, good | {"norm": broken}, everything=True) == found | {"norm": reason}
-    nothing = tried(found, good | {"rows": broken}, everything=False)
+    assert without_failing(found, good | {"norm": broken}, everything=True) == found | {"norm": reason}
+    nothing = without_failing(found, good | {"rows": broken}, everything=False)
     assert nothing == found | dict.fromkeys(KERNELS, reason)
     off = found | {"norm": "not measured"}
-    assert tried(off, good | {"norm": broken}, everything=True) == off, "what is off is not tried"
+    assert without_failing(off, good | {"norm": broken}, everything=True) == off, "what is off is not tried"
 
 
 def test_the_device_at_hand_is_described_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert machine_of(cpu).device == "cpu" and not machine_of(cpu).bf16
-    assert here(cpu) == capabilities(machine_of(cpu)) and here(cpu) is here(cpu)
+    assert device_capabilities(cpu) == capabilities(machine_of(cpu)) and device_capabilities(
+        cpu
+    ) is device_capabilities(cpu)
     monkeypatch.setenv("OELM_KERNELS", "all")
-    assert machine_of(cpu).asked
+    assert machine_of(cpu).all_kernels
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +139,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     record = json.loads(out)
     assert code == 0 and record["packages"]["torch"] == torch.__version__
     cpu = record["devices"][-1]
-    assert cpu["device"] == "cpu" and cpu["why_not"] == here(torch.device("cpu"))
+    assert cpu["device"] == "cpu" and cpu["why_not"] == device_capabilities(torch.device("cpu"))
     code, out, _ = oelm_cli("doctor")
     assert code == 0 and "graphs         no: CUDA graphs need a GPU" in out
 

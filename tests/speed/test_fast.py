@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from oelm.config import make_config
 from oelm.data import IGNORE, open_store, packed_batch
-from oelm.data.assemble import Layout, filled, round_up, round_width
+from oelm.data.assemble import Layout, fill_to_round_sizes, round_up, round_width
 from oelm.data.tasks import make_objective
 from oelm.models.build import build_model
 from oelm.speed import FastStep
@@ -72,7 +72,7 @@ def test_round_sizes_are_few_and_near(n):
 def test_a_filled_batch_holds_the_texts_and_texts_nobody_asked_for(store, items):
     split = store["train"]
     plain = packed_batch(split, np.array(items))
-    batch = filled(plain, store.max_length, store.pad_id)
+    batch = fill_to_round_sizes(plain, store.max_length, store.pad_id)
     n, texts = plain.tokens, len(items)
     ids, positions, bounds = (batch.inputs[name] for name in ("input_ids", "position_ids", "bounds"))
     labels = batch.targets["labels"]

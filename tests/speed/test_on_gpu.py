@@ -354,7 +354,7 @@ def test_our_own_adamw_takes_pytorchs_steps(clip):
                 optimizer.gather()
                 optimizer.step()
                 norms.append(optimizer.norm)
-                assert optimizer.together and torch.equal(copy, weights[1].bfloat16())
+                assert optimizer.gathered and torch.equal(copy, weights[1].bfloat16())
             else:
                 norms.append(clip_in_step(optimizer, weights, clip))
                 optimizer.step()
@@ -374,7 +374,7 @@ def test_recorded_steps_with_our_own_adamw(monkeypatch, deterministic, accumulat
         made, batches = step_of(steps=1000, accumulate=accumulate, eps=1e-4)
         before = [p.detach().clone() for p in made.raw.parameters() if p.requires_grad]
         losses = trained(made, batches, 40)
-        assert made.optimizer.together == own and made.graphed.graphs and not made.graphed.failed
+        assert made.optimizer.gathered == own and made.graphed.graphs and not made.graphed.failed
         # The array of gradients is memory held for nothing after a step, unless the next is added there.
         assert (made.optimizer.array is None) == (accumulate == 1 or not own)
         weights = [p for p in made.raw.parameters() if p.requires_grad]

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 import oelm
-from oelm.data.assemble import Batch, filled, pad_rows
+from oelm.data.assemble import Batch, fill_to_round_sizes, pad_rows
 from oelm.speed.operations import without_kernels
 from oelm.speed.pretrained import READS, PackedForward, why_not
 from oelm.system.private_transformers import attention_name
@@ -80,7 +80,7 @@ def test_packed_texts_have_the_logits_and_gradients_of_padded_ones(case, method,
     right, grads = learned(model, padded)
     packed = PackedForward(model)
     packed.install()
-    found, ours = learned(model, (filled(batch, 32, 0) if whole else batch).arguments())
+    found, ours = learned(model, (fill_to_round_sizes(batch, 32, 0) if whole else batch).arguments())
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     assert ours.keys() == grads.keys()
     for name, grad in grads.items():

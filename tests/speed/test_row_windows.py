@@ -13,7 +13,7 @@ from oelm.config import make_config
 from oelm.data import Epoch, open_store, prepare
 from oelm.data import load_file as read_file
 from oelm.speed import step as fast_step
-from oelm.speed.adamw import coast
+from oelm.speed.adamw import step_without_gradients
 from oelm.speed.live_rows import live_weights, set_aside
 from oelm.speed.row_windows import RowWindows
 from oelm.training.loop import train
@@ -117,14 +117,14 @@ def test_there_are_none_where_steps_need_too_many_rows(store, tmp_path, opened):
 def test_missed_steps_are_training_and_their_time_is_counted(store, tmp_path, monkeypatch):
     """Whatever wants the embedding as a whole finds nothing left to do."""
     found = []
-    real = RowWindows.fold
+    real = RowWindows.write_back
 
     def watch(self):
         callers = {frame.name for frame in traceback.extract_stack()}
         found.append((bool(self.missed), bool(callers & {"capture", "evaluate"})))
         real(self)
 
-    monkeypatch.setattr(RowWindows, "fold", watch)
+    monkeypatch.setattr(RowWindows, "write_back", watch)
     train(config(), store, tmp_path / "run", show=False)
     assert (True, False) in found and (False, True) in found and (True, True) not in found
 
@@ -180,7 +180,7 @@ def test_coasting_is_adamw_without_a_gradient():
     state = optimizer.state[weight]
     mine = [x.detach().clone() for x in (weight, state["exp_avg"], state["exp_avg_sq"])]
     rates = [1e-2, 3e-3, 5e-2]
-    coast(*mine, rates, 1, torch.tensor(1.0 + len(rates)), optimizer.param_groups[0])
+    step_without_gradients(*mine, rates, 1, torch.tensor(1.0 + len(rates)), optimizer.param_groups[0])
     weight.grad = torch.zeros(700, 5)
     for rate in rates:
         optimizer.param_groups[0]["lr"] = rate

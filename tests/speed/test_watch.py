@@ -118,7 +118,7 @@ def test_a_run_does_not_fail_for_want_of_memory_to_be_watched(
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for the plain path")
 
-    monkeypatch.setattr(fast_step, "yardstick", no_memory)
+    monkeypatch.setattr(fast_step, "measure_expected", no_memory)
     found = train_here(machine.config(steps=6), tmp_path / "run")["watch"]
     assert found == {"checks": 0, "skipped": 1, "why_not": None, "largest_deviation": {}}
 
@@ -151,7 +151,7 @@ def test_a_run_that_is_not_watched_says_why(machine: Machine, train_here: Train,
 def test_other_hardware_or_software_is_compared_anew() -> None:
     seen, same = Watch(), {"loss": 1.0, "grad_norm": 1.0}
     assert watch.due(seen, 7)  # the first step of a run, or of one that goes on
-    watch.compare(seen, same, watch.Yardstick(same, same), "fp32", 8)
+    watch.compare(seen, same, watch.Expected(same, same), "fp32", 8)
     assert not watch.due(seen, 8) and watch.due(seen, watch.EARLY[0]) and watch.due(seen, 2 * watch.EVERY)
     seen.again = True
     assert watch.due(seen, 8)
@@ -159,24 +159,24 @@ def test_other_hardware_or_software_is_compared_anew() -> None:
 
 def test_where_rounding_is_to_blame_float32_decides() -> None:
     """In half precision, a plain path that is as far from float32 as the fast one proves nothing."""
-    right = watch.Yardstick({"loss": 1.0, "grad_norm": 30.0}, {"loss": 1.0, "grad_norm": 20.0})
+    right = watch.Expected({"loss": 1.0, "grad_norm": 30.0}, {"loss": 1.0, "grad_norm": 20.0})
     seen = Watch()
     watch.compare(seen, {"loss": 1.0, "grad_norm": 18.0}, right, "bf16", 1)
     assert seen.largest["grad_norm"] == pytest.approx(0.4)
     with pytest.raises(RunError, match="gradient norm is 70"):
         watch.compare(seen, {"loss": 1.0, "grad_norm": 70.0}, right, "bf16", 1)
-    exact = watch.Yardstick({"loss": 1.0, "grad_norm": 20.0}, {"loss": 1.0, "grad_norm": 20.0})
+    exact = watch.Expected({"loss": 1.0, "grad_norm": 20.0}, {"loss": 1.0, "grad_norm": 20.0})
     with pytest.raises(RunError, match="in float32"):
         watch.compare(seen, {"loss": 1.0, "grad_norm": 26.0}, exact, "bf16", 1)
 
 
 def test_steps_after_a_fault_change_nothing_of_an_embedding_that_trains_in_windows() -> None:
-    """`coast` takes as many steps as were counted."""
-    from oelm.speed.adamw import coast
+    """`step_without_gradients` takes as many steps as were counted."""
+    from oelm.speed.adamw import step_without_gradients
 
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     tables = [torch.randn(40), torch.randn(40), torch.rand(40)]
     some, all_but_two = ([t.clone() for t in tables] for _ in range(2))
-    coast(*some, [1e-3] * 5, 7, torch.tensor(10.0), group)
-    coast(*all_but_two, [1e-3] * 3, 7, torch.tensor(10.0), group)
+    step_without_gradients(*some, [1e-3] * 5, 7, torch.tensor(10.0), group)
+    step_without_gradients(*all_but_two, [1e-3] * 3, 7, torch.tensor(10.0), group)
     assert all(torch.equal(a, b) for a, b in zip(some, all_but_two, strict=True))

@@ -26,7 +26,13 @@ from oelm.errors import UserError
 from oelm.method import get_method
 from oelm.models.gpt import OelmGPTForCausalLM, OelmGPTForSequenceClassification
 from oelm.models.gpt_config import gpt_config
-from oelm.study.catalogue import beside, differences, experiment_config, get_experiment, list_experiments
+from oelm.study.catalogue import (
+    differences,
+    experiment_config,
+    get_experiment,
+    list_experiments,
+    shared_figures,
+)
 from tests.study.report_folders import copy_run
 
 ROOT = Path(__file__).parents[2]
@@ -558,24 +564,25 @@ def test_a_run_says_whether_it_is_an_exact_repeat():
 def test_published_times_of_a_step_stand_beside_those_of_a_run():
     times = {"mean_step_time": 0.02, "median_step_time": 0.01}
     values = made_results(experiment_config("GPT-03"), eval_time_s=9.0, reports={"timing_stats": times})
-    rows = {name: (a, b) for name, a, b in beside(get_experiment("GPT-03"), values)}
+    rows = {name: (a, b) for name, a, b in shared_figures(get_experiment("GPT-03"), values)}
     assert rows["seconds_per_step"] == (0.184, 0.02) and rows["mean_seconds_per_step"] == (0.0768998, 0.02)
     assert rows["median_seconds_per_step"] == (0.0622793, 0.01) and rows["validation_time_s"][1] == 9
 
 
 def test_published_figures_stand_beside_those_of_the_same_split():
     config = experiment_config("IMDB-oelm")
-    rows = {name: (a, b) for name, a, b in beside(get_experiment("IMDB-oelm"), made_results(config))}
+    rows = {name: (a, b) for name, a, b in shared_figures(get_experiment("IMDB-oelm"), made_results(config))}
     assert rows["best_accuracy"] == (0.857, 0.8) and rows["time_s"] == (1321, 100)
     validation = {"split": "validation", "metrics": {"accuracy": 0.9}}
     fair = made_results(config, best=validation, final=validation)
     assert not {"best_accuracy", "final_accuracy"} & {
-        n for n, _, _ in beside(get_experiment("IMDB-oelm"), fair)
+        n for n, _, _ in shared_figures(get_experiment("IMDB-oelm"), fair)
     }
     fair["test"] = {"split": "test", "metrics": {"accuracy": 0.7}}
-    rows = {name: (a, b) for name, a, b in beside(get_experiment("IMDB-oelm"), fair)}
+    rows = {name: (a, b) for name, a, b in shared_figures(get_experiment("IMDB-oelm"), fair)}
     assert rows["best_accuracy"] == (0.857, 0.7) and "final_accuracy" not in rows
     language = {
-        n: (a, b) for n, a, b in beside(get_experiment("GPT-02"), made_results(experiment_config("GPT-02")))
+        n: (a, b)
+        for n, a, b in shared_figures(get_experiment("GPT-02"), made_results(experiment_config("GPT-02")))
     }
     assert language["perplexity"] == (4.69, 5.0) and language["frozen parameters"][1] == 3_145_728

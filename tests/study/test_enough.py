@@ -23,7 +23,7 @@ def told(monkeypatch, *, metric="accuracy", items=900, clusters=None, trials=(),
     setting = SimpleNamespace(
         study=study, task="x", metric=metric, larger_is_better=better, config=None, store=None
     )
-    return enough.how_much_is_enough(setting, None)
+    return enough.expected_precision(setting, None)
 
 
 def numbers(text):

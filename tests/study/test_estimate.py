@@ -12,7 +12,7 @@ from oelm.config import make_config
 from oelm.data import load_file, prepare
 from oelm.study import estimate
 from oelm.study.design import make_study
-from oelm.study.estimate import Pace, evaluations, measure_pace, span
+from oelm.study.estimate import Pace, evaluations, makespan, measure_pace
 from oelm.study.folder import Setting
 from oelm.training.parallel import process_state
 from oelm.training.resolve import objective_of, resolve_run
@@ -20,12 +20,12 @@ from tests.study.studies import make_file
 
 
 def test_runs_fill_the_places_phase_after_phase():
-    assert span([[(5, 10.0)]], 2) == 30  # three waves
-    assert span([[(6, 10.0), (4, 20.0)]], 4) == 20 + 20  # the measured runs wait for all trials
-    assert span([[(0, 10.0), (3, 7.0)]], 8) == 7  # one learning rate: no trials
+    assert makespan([[(5, 10.0)]], 2) == 30  # three waves
+    assert makespan([[(6, 10.0), (4, 20.0)]], 4) == 20 + 20  # the measured runs wait for all trials
+    assert makespan([[(0, 10.0), (3, 7.0)]], 8) == 7  # one learning rate: no trials
     # A second task's runs fill the place that a phase of the first leaves free.
-    assert span([[(1, 10.0), (1, 10.0)], [(0, 1.0), (2, 10.0)]], 2) == 20
-    assert span([], 3) == 0
+    assert makespan([[(1, 10.0), (1, 10.0)], [(0, 1.0), (2, 10.0)]], 2) == 20
+    assert makespan([], 3) == 0
 
 
 phases = st.lists(st.tuples(st.integers(0, 9), st.floats(0.1, 50)), min_size=1, max_size=3)
@@ -36,10 +36,10 @@ phases = st.lists(st.tuples(st.integers(0, 9), st.floats(0.1, 50)), min_size=1, 
 def test_no_plan_beats_its_work_or_its_longest_chain(tasks, places):
     work = sum(runs * seconds for of_task in tasks for runs, seconds in of_task)
     chain = max(sum(seconds for runs, seconds in of_task if runs) for of_task in tasks)
-    took = span(tasks, places)
+    took = makespan(tasks, places)
     assert took >= max(work / places, chain) - 1e-6
     assert took <= work + 1e-6
-    assert span(tasks, 1) == pytest.approx(work)
+    assert makespan(tasks, 1) == pytest.approx(work)
 
 
 def test_a_run_is_its_parts():
@@ -71,7 +71,7 @@ def test_evaluations_are_counted_as_the_loop_makes_them(setting, training, expec
 
 @pytest.mark.slow
 def test_two_processes_measure_together_and_once_a_day(setting, monkeypatch):
-    monkeypatch.setattr(estimate, "KEPT", 3600.0)
+    monkeypatch.setattr(estimate, "CACHED", 3600.0)
     places = [os.environ | {"OMP_NUM_THREADS": "1"}] * 2
     pace = measure_pace(setting, places)
     assert pace is not None
@@ -92,7 +92,7 @@ def test_a_measurement_that_fails_is_none(setting, monkeypatch, tmp_path, fault)
     stand_in.write_text("#!/bin/sh\n" + ("exit 3" if fault == "dies" else "exec sleep 60"))
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
-    monkeypatch.setattr(estimate, "PATIENCE", 1.0 if fault == "hangs" else 60.0)
+    monkeypatch.setattr(estimate, "TIMEOUT", 1.0 if fault == "hangs" else 60.0)
     began = time.monotonic()
     assert measure_pace(setting, [dict(os.environ)]) is None
     assert time.monotonic() - began < 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oelm.study.analysis import analyse
-from oelm.study.history import Course, courses
+from oelm.study.history import ArmHistory, arm_histories
 from oelm.study.report import as_plain, write_report
 from oelm.training.results import timing
 from tests.study.report_folders import copy_run, make_study
@@ -34,9 +34,9 @@ def language_run(
     return folder
 
 
-def course_of(folder: Path) -> Course:
+def course_of(folder: Path) -> ArmHistory:
     (group,) = analyse(folder).groups
-    (course,) = courses(group)
+    (course,) = arm_histories(group)
     return course
 
 
@@ -60,7 +60,10 @@ def test_runs_at_several_learning_rates_are_not_averaged(tmp_path):
     language_run(tmp_path / "a", {1000: 4.0})
     language_run(tmp_path / "b", {1000: 2.0}, lr=1e-3)
     (group,) = analyse(tmp_path).groups
-    assert [(course.lr, course.history[0]["loss"]) for course in courses(group)] == [(5e-4, 4.0), (1e-3, 2.0)]
+    assert [(course.lr, course.history[0]["loss"]) for course in arm_histories(group)] == [
+        (5e-4, 4.0),
+        (1e-3, 2.0),
+    ]
     assert "baseline @ 0.001" in write_report(tmp_path).markdown.read_text()
 
 

@@ -123,7 +123,7 @@ def test_what_a_plugin_prints_is_no_answer_of_a_worker(tmp_path, monkeypatch):
         ended = launcher.poll(60)
     finally:
         launcher.close()
-    assert ended is not None and ended.kind == "input" and "no-data" in str(ended.told)
+    assert ended is not None and ended.kind == "input" and "no-data" in str(ended.full_reason)
     lines = (tmp_path / "log" / "worker-0.log").read_text().splitlines()
     assert sorted(lines) == ["from a library", "hello", "ready"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import verdicts
-from oelm.study.analysis import analyse_records, settled
+from oelm.study.analysis import analyse_records, more_seeds_useless
 from oelm.study.decide import choice_noise, collapsed, combine, fewest_seeds, near_ties, verdict
 from oelm.study.design import make_study
 from oelm.study.report.summary import as_plain
@@ -97,17 +97,17 @@ def test_between_two_looks_nothing_is_decided():
 
 def test_a_study_that_looks_ends_when_all_is_decided_or_items_forbid_it():
     (decided,), (open_,), (few,) = tuned(pairs(3)), tuned(pairs(0.1, spread=10.0)), tuned(pairs(3, n=4))
-    assert settled(decided) and decided.comparisons[0].verdict == "better"
+    assert more_seeds_useless(decided) and decided.comparisons[0].verdict == "better"
     (comparison,) = open_.comparisons
-    assert comparison.verdict == "open" and not settled(open_)  # more seeds would help
-    assert few.comparisons[0].verdict == "void" and not settled(few)
+    assert comparison.verdict == "open" and not more_seeds_useless(open_)  # more seeds would help
+    assert few.comparisons[0].verdict == "void" and not more_seeds_useless(few)
     rng = np.random.default_rng(0)
     items = overall(np.tile(rng.normal(0.1, 30, 300), (5, 1)) + rng.normal(0, 0.1, (5, 300)))
     assert items.share_items > 0.99 and items.half_width() > 1
-    assert settled(replace(open_, comparisons=[replace(comparison, overall=items)]))
+    assert more_seeds_useless(replace(open_, comparisons=[replace(comparison, overall=items)]))
     certain = overall(np.tile(rng.normal(9, 30, 300), (5, 1)) + rng.normal(0, 0.1, (5, 300)))
-    assert not settled(replace(open_, comparisons=[replace(comparison, overall=certain)]))
-    assert settled(replace(open_, comparisons=[]))
+    assert not more_seeds_useless(replace(open_, comparisons=[replace(comparison, overall=certain)]))
+    assert more_seeds_useless(replace(open_, comparisons=[]))
 
 
 def test_a_run_far_below_the_others_has_collapsed():

@@ -406,7 +406,7 @@ def test_copies_damage_and_changes_of_plan_are_told(tmp_path):
     assert after.copies == 1 and len(after.damaged) == 1
     texts = [listed.text for listed in notices(View(after, Words("en")))]
     assert any("study.margin was changed from 1.0 to 10.0" in text for text in texts)
-    assert any("1 copy of a run" in text for text in texts) and any("passed over" in text for text in texts)
+    assert any("1 copy of a run" in text for text in texts) and any("skipped" in text for text in texts)
 
 
 def test_a_published_recipe_is_compared_with_trials_before_anything_is_measured(tmp_path):

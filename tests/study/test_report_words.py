@@ -63,7 +63,7 @@ def test_claims_are_named_as_by_their_own_command():
 def test_pairs_without_scores_of_items_are_told_by_their_mean():
     analysis = analyse_records([replace(record, folder=UNRECORDED) for record in pairs(5.0)], None)
     text = answer(View(analysis, Words("en")))[0]
-    assert "for this metric, or others than results.json; measured so far: +5.0 points, n = 5" in text
+    assert "or scores that differ from results.json; measured so far: +5.0 points, n = 5" in text
 
 
 def test_shipped_studies_have_a_title_in_chinese():

@@ -49,7 +49,7 @@ def begin(one: Worker, mark: str = "") -> Path | None:
     claim = one.queue.take()
     if claim is None:
         return None
-    one.queue.bring_work(claim)
+    one.queue.move_work_folder(claim)
     claim.work.mkdir(exist_ok=True)
     with (claim.work / "steps").open("a") as file:
         file.write(mark)
@@ -200,7 +200,7 @@ def test_a_result_handed_over_late_stays_in_its_place(tmp_path, unbroken):
     assert claim.end("finished")
     while (taken := other.queue.take()) is None:
         clock.now += 5
-    bring, said = other.queue.bring_work, list[str]()
+    bring, said = other.queue.move_work_folder, list[str]()
     placed: list[int] = []
 
     def bring_late(claim):
@@ -209,7 +209,7 @@ def test_a_result_handed_over_late_stays_in_its_place(tmp_path, unbroken):
         placed.append(folder.stat().st_ctime_ns)
         bring(claim)
 
-    other.queue.bring_work = bring_late  # type: ignore[method-assign]
+    other.queue.move_work_folder = bring_late  # type: ignore[method-assign]
     other._check = lambda values: None  # type: ignore[method-assign]
     other.say = said.append
     other._start(taken)
@@ -268,7 +268,7 @@ def test_storage_that_fails_for_a_moment_costs_no_run_and_for_long_the_run(tmp_p
     storage.failures = 1
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)) as raised:
         one._take_runs()
-    one._bear(raised.value)  # the worker's loop goes on
+    one._wait_for_storage(raised.value)  # the worker's loop goes on
     clock.now += EXPIRES
     work = begin(one)
     assert work is not None
@@ -288,7 +288,7 @@ def test_storage_that_fails_for_a_moment_costs_no_run_and_for_long_the_run(tmp_p
     assert queue.names() == [] and (tmp_path / "runs" / "a").exists()
     one.failing = -1e6
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        one._bear(raised.value)
+        one._wait_for_storage(raised.value)
 
 
 def test_a_run_that_this_machine_cannot_train_is_given_back(tmp_path, monkeypatch):

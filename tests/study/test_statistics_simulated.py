@@ -14,7 +14,7 @@ from oelm.study.statistics import (
     interquartile_mean,
     interval,
     probability_of_improvement,
-    widened,
+    widened_level,
 )
 
 
@@ -27,7 +27,7 @@ def test_widening_makes_the_bootstrap_cover(n):
     repeats = 2000
     rows = np.random.default_rng(n).normal(size=(repeats, n))
     covered = {}
-    for level in (0.95, widened(n)):
+    for level in (0.95, widened_level(n)):
         low, high = stats.bootstrap(
             (rows,),
             np.mean,

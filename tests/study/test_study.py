@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from oelm.cli.main import app
 from oelm.errors import UserError
-from oelm.study.analysis import analyse, settled
+from oelm.study.analysis import analyse, more_seeds_useless
 from oelm.study.folder import StudyFolder
 from oelm.study.publish import publish
 from oelm.study.report import as_plain
@@ -204,7 +204,7 @@ def test_until_decided_a_study_looks_at_five_seeds_and_goes_on_only_where_more_w
     (comparison,) = analysis.comparisons
     went_on = "not decided with 5 seeds; going on" in text
     assert comparison.seeds == tuple(range(1, 11 if went_on else 6))
-    assert went_on or settled(analysis)
+    assert went_on or more_seeds_useless(analysis)
     assert analysis.level == pytest.approx(0.975) and not analysis.changes and not analysis.unplanned
     code, text = run(data, out)  # the same study again has nothing to add
     assert code == 0 and analyse(out).comparisons[0].seeds == comparison.seeds

@@ -73,7 +73,7 @@ def test_both_languages_say_the_same():
         ),
         (
             notice("checkpoint.use_previous", problem=notice("checkpoint.none_whole")),
-            "no checkpoint is whole: the run starts anew; the checkpoint before it is used",
+            "no checkpoint is complete: the run starts from the beginning; the checkpoint before it is used",
             "没有完整的检查点：运行从头开始；改用它之前的检查点",
         ),
         (notice("study.seeds", method="oelm", seeds=[2]), "oelm with seed 2", "oelm 的种子 2"),

@@ -22,3 +22,9 @@ print(gc.isenabled(), gc.get_freeze_count())
 def test_a_process_imports_torch_without_garbage_collection_and_collects_afterwards():
     done = subprocess.run([sys.executable, "-c", COLLECTION], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "True", "True", "True", "0"]
+
+
+def test_importing_the_package_is_such_an_import():
+    code = "import gc, oelm; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 root, names = Path(sys.argv[1]), sys.argv[2:]
 state = parallel.process_state()
 whole: set[str] = set()
-read, save_file, written = shards.Stored.__getitem__, shards.save_file, []
+read, save_file, written = shards.StoredTensors.__getitem__, shards.save_file, []
 
 
 def watched(self, name):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def deadly(tensors, path, metadata):  # type: ignore[no-untyped-def]
     save_file(tensors, path, metadata)
 
 
-shards.Stored.__getitem__, shards.save_file = watched, deadly  # type: ignore[method-assign]
+shards.StoredTensors.__getitem__, shards.save_file = watched, deadly  # type: ignore[method-assign]
 for name in names:
     train(
         rebuild_config(json.loads((root / f"{name}.json").read_text())),

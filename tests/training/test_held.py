@@ -6,7 +6,7 @@ import torch
 from oelm.data import open_store
 from oelm.models.build import build_model
 from oelm.speed import FastStep
-from oelm.training.checkpoint import Checkpoint, Held, capture, hold
+from oelm.training.checkpoint import Checkpoint, TensorCopies, capture, copy_state
 from oelm.training.shards import first_not_finite
 from oelm.training.step import PlainStep
 from tests.speed.test_fast import config, made, objective
@@ -27,7 +27,7 @@ def test_what_is_held_stays_as_it_was_and_comes_back(store, kind):
     batches = task.plan("train", 8, None, 1).epoch(0)
     for k in range(5):
         step.take(k, batches, k)
-    held, right = step.hold(), step.capture()
+    held, right = step.copy_state(), step.capture()
     assert kind is PlainStep or step.rows
     wide = next(name for name in held[0] if name.endswith("wte.weight"))
     assert len(held[0][wide]) == model.config.vocab_size
@@ -58,7 +58,7 @@ def test_moments_of_weights_that_are_frozen_are_not_there(store):
     model, _ = build_model(settings, store)
     step = made(PlainStep, settings, task, model)
     step.take(0, task.plan("train", 8, None, 1).epoch(0), 0)
-    weights, moments = hold(model, step.optimizer, {})
+    weights, moments = copy_state(model, step.optimizer, {})
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen and frozen < set(weights)
     assert not frozen & {key.rpartition("/")[0] for key in moments}
@@ -67,7 +67,7 @@ def test_moments_of_weights_that_are_frozen_are_not_there(store):
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_a_copy_lies_in_order_and_shares_nothing(on_cpu):
-    held, tensor = Held(on_cpu), torch.arange(6.0).view(2, 3).t()
+    held, tensor = TensorCopies(on_cpu), torch.arange(6.0).view(2, 3).t()
     held.keep("w", tensor, None)
     before = tensor.clone()
     tensor.zero_()

@@ -14,7 +14,7 @@ from oelm.errors import UserError
 from oelm.inference.trained import Trained
 from oelm.models.build import build_model
 from oelm.orthogonal import deviation, q_factor, to_blocks, to_weight
-from oelm.training.resolve import notes_on_start, prepare_data
+from oelm.training.resolve import prepare_data, start_warnings
 from tests import tiny
 from tests.command_line import caller
 from tests.data.made import parquet, sentence, wordpiece
@@ -160,7 +160,7 @@ def test_a_run_and_its_model_are_the_same_start_and_notes_are_kept(oelm_cli, lan
     assert not any(w["code"] == "training.was_causal" for w in again["warnings"])
     other, _ = trained_on(oelm_cli, language_model("gpt2", "oelm"), "ptb-pos", "baseline", tmp_path / "gpt2")
     assert not any(w["code"] == "training.was_causal" for w in other["warnings"]), "GPT-2 stays causal"
-    notes = notes_on_start(str(run / "model"), task_kind("classification"), 80)
+    notes = start_warnings(str(run / "model"), task_kind("classification"), 80)
     assert any("was trained on 48 positions" in str(note) and "80" in str(note) for note in notes)
 
 

@@ -228,14 +228,14 @@ def test_told_to_stop_in_an_evaluation_it_does_not_wait_for_its_end(
         assert ended.code == 75, ended.text
         assert kept(out)[-1] == "step-00000004"
     else:  # it was measured and written to the log, and nothing was saved
-        ended = machine.run(config, out, strike=Strike(second, call="_watch_chance"))
+        ended = machine.run(config, out, strike=Strike(second, call="_check_chance_level"))
         assert ended.code == -second
         assert (out / "metrics.jsonl").read_text().count('"eval"') == 1
     machine.finish(config, out)
     assert outcome(out) == outcome(reference)
 
 
-@pytest.mark.parametrize("moment", ["_watch_chance", "Checkpoints._prune"])
+@pytest.mark.parametrize("moment", ["_check_chance_level", "Checkpoints._prune"])
 def test_told_to_stop_when_the_last_step_is_done_it_does_not_test_first(
     machine: Machine, unbroken: Unbroken, tmp_path: Path, moment: str
 ) -> None:

@@ -97,7 +97,7 @@ def equal(one, other):
 def test_a_resumed_run_is_the_unbroken_one(store, name):
     """From the middle, and from a step before a stage's border and from the border itself: the same bits."""
     whole, before = start(store, SCHEDULES[name])
-    border = whole.freezing.line.borders[-1]
+    border = whole.freezing.timeline.borders[-1]
     saves = {TOTAL // 2, border - 1, border}
     kept = run(whole, saves=saves)
     oelm.audit(whole.raw, before)

@@ -28,7 +28,7 @@ for way in ("ddp", "fsdp"):
         whole, before = start(store, method, **made)
         assert isinstance(whole.model, DistributedDataParallel) == (way == "ddp"), way
         assert all(isinstance(p, DTensor) for p in whole.parameters) == (way == "fsdp"), way
-        border = whole.freezing.line.borders[-1]
+        border = whole.freezing.timeline.borders[-1]
         later = min(border + 4, TOTAL)
         kept = run(whole, saves={border - 1, border, later})
         oelm.audit(whole.raw, before)

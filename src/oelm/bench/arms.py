@@ -1,7 +1,7 @@
 """The arms: our own step, Hugging Face's Trainer, and plain loops around the other peers' models.
 
-Hugging Face's classes are used as they are. The two models written here stand for ways of working, not for a
-library: `OriginalClassifier` for the reports' own recipe, and `CompactGPT` for nanoGPT's style.
+Hugging Face's classes are used unchanged. The two models written here represent a recipe, not a library:
+`OriginalClassifier` that of the reports, and `CompactGPT` nanoGPT's style.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ PADDED_TO = 64  # nanoGPT's vocabulary is a multiple of this
 
 
 class Ours(TrainingArm):
-    """One method in our trainer: the very step that `oelm train` takes, built by the same functions."""
+    """One method in our trainer: the step of `oelm train`, built by the same functions."""
 
-    cudnn_attention = False  # training keeps off it: see `PlainStep`
+    cudnn_attention = False  # as in training: see `PlainStep`
 
     def __init__(self, case: Case, method: str) -> None:
         state, store = process_state(), case.store
@@ -63,7 +63,7 @@ class Ours(TrainingArm):
         self.training_step.model.train()
         super().__init__(case, resolved.plan)
         self.model, self.optimizer, self.taken = raw, self.training_step.optimizer, 0
-        # A shape is computed at its first meeting, recorded at its second and replayed from then on.
+        # A new shape is first computed, then recorded, and replayed from then on.
         self.untimed = 2 if self.training_step.paths()["eager"] is None else 1
         self.about = f"{method}, {self.training_step.precision}; {self.training_step}"
 
@@ -73,7 +73,7 @@ class Ours(TrainingArm):
 
 
 def gpt2_config(config: OelmGPTConfig, **more: Any) -> GPT2Config:
-    """GPT-2 of the same size and without dropout; its attention has biases, which ours has not."""
+    """GPT-2 of the same size, without dropout. Its attention has biases; the reference GPT's has none."""
     return GPT2Config(
         vocab_size=config.vocab_size, n_positions=config.max_position_embeddings, n_embd=config.d_model,
         n_layer=config.num_layers, n_head=config.num_heads, n_inner=config.d_ff, resid_pdrop=0.0,
@@ -82,12 +82,12 @@ def gpt2_config(config: OelmGPTConfig, **more: Any) -> GPT2Config:
 
 
 class HuggingFaceTrainer(Arm):
-    """Hugging Face's own classes, unmodified, in the settings that serve them best.
+    """Hugging Face's own classes, unmodified, with the settings that make them fastest.
 
     A window is one call of `Trainer.train` for one epoch: all texts once, in batches of its own choice, timed
-    from the first step to the last. Model and optimizer go on; what a call sets up is not timed. Without
-    loader workers and without cuDNN's attention: on an H200 both made it slower. cuDNN plans anew for every
-    length it meets, and batches grouped by length meet many.
+    from the first step to the last. Model and optimizer are kept between calls; a call's set-up is not timed.
+    Loader workers and cuDNN's attention are off, as both made it slower on an H200: cuDNN plans again for
+    every new length, and batches grouped by length have many.
     """
 
     cudnn_attention = False
@@ -105,7 +105,7 @@ class HuggingFaceTrainer(Arm):
             self.model = AutoModelForSequenceClassification.from_pretrained(
                 case.size, attn_implementation="sdpa", dtype=torch.float32, **labels
             )
-        # Compiling, it would switch TF32 on for the whole process, and with it for the original recipe.
+        # Compiling would switch TF32 on for the whole process, including the original recipe.
         precision: dict[str, Any] = {"tf32": False} if compiled and gpu else {}
         arguments = TrainingArguments(
             output_dir=tempfile.gettempdir(),  # nothing is written
@@ -142,7 +142,7 @@ class HuggingFaceTrainer(Arm):
 
 
 class _Clock(TrainerCallback):
-    """Times each epoch from its first step to its last, and counts once what is held."""
+    """Times each epoch from its first step to its last, and measures once the held bytes."""
 
     def __init__(self, arm: HuggingFaceTrainer) -> None:
         self.arm, self.began, self.steps = arm, 0.0, 0
@@ -151,7 +151,7 @@ class _Clock(TrainerCallback):
         self.steps = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.steps == 0:  # its batch is there already, which is in its favour
+        if self.steps == 0:  # the first batch is loaded already, which favours this arm
             self.began = now(self.arm.device)
         self.steps += 1
 
@@ -165,7 +165,7 @@ class _Clock(TrainerCallback):
 
 
 class PlainGPT(nn.Module):
-    """The reference architecture written plainly, without a head."""
+    """A plain implementation of the reference architecture, without a head."""
 
     def __init__(self, config: OelmGPTConfig, vocab_size: int, dropout: float) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class PlainGPT(nn.Module):
         self.positions = nn.Embedding(config.max_position_embeddings, d)
         self.blocks = nn.ModuleList([PlainBlock(config, dropout) for _ in range(config.num_layers)])
         self.norm, self.dropout = nn.LayerNorm(d), nn.Dropout(dropout)
-        for parameter in self.parameters():  # the usual start, so that losses are those of a real run
+        for parameter in self.parameters():  # the usual initialisation, so that losses are realistic
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
@@ -186,7 +186,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Attention is SDPA's and causal, or, with a mask, explicit and in both directions."""
+    """A block whose attention is causal SDPA or, with a mask, explicit and bidirectional."""
 
     def __init__(self, config: OelmGPTConfig, dropout: float) -> None:
         super().__init__()

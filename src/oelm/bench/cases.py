@@ -1,4 +1,4 @@
-"""What is measured against what: each kind of work as cases, each case as arms on the same texts."""
+"""The benchmark's cases for each kind of work, and the arms of each case, on the same texts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,19 +18,19 @@ from oelm.models.gpt_sizes import PRESETS, size_name
 WORKS = ("classification", "lm", "freezing")  # of the reference GPT: what "all" stands for
 OTHERS = ("freezing", "pretrained")  # of other models
 KNOWN = (*WORKS, "large", "pretrained")
-SAVINGS = ("freezing", "large")  # of these, methods are compared with one another
+SAVINGS = ("freezing", "large")  # works in which methods are compared with one another
 DOUBLINGS = 4  # lengths of the work "large", from `max_length` on
 METHODS = ("baseline", "oelm", "oelm-value-only")
 ARMS = (
     "ours", "hf-trainer", "hf-trainer-compiled", "original", "hf-lm", "hf-lm-compiled",
     "nanogpt", *METHODS,
 )  # fmt: skip
-FEWER = 5  # large steps, and those that cost the same whatever the texts, are timed so many times fewer
+FEWER = 5  # how many times fewer steps are timed if they are large, or all cost the same
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for."""
+    """The settings from the command line."""
 
     work: tuple[str, ...]
     size: str
@@ -74,7 +74,7 @@ Maker = Callable[[], Arm]
 
 
 def make_cases(settings: Settings, device: torch.device) -> Iterator[Case]:
-    """The cases asked for, in order; their data is made or read as each one's turn comes."""
+    """The requested cases, in order; the data of each is made or read when it is due."""
     stores = [open_store(folder) for folder in settings.data]
     for folder, store in zip(settings.data, stores, strict=True):
         if store.kind not in ("classification", "lm"):
@@ -115,7 +115,7 @@ def _language(settings: Settings, stores: list[Store]) -> Data:
 
 
 def _freezing(settings: Settings, stores: list[Store]) -> Data:
-    """Texts that are all of full length, and of four times that; with a GPT, a language model too."""
+    """Classifiers on texts of full length, and of four times that; for a GPT also a language model."""
     other = load.other_model(settings.size)
     vocab_size = stores[0].vocab_size if stores else other.vocab_size if other else settings.vocab_size
     for length in (settings.max_length, 4 * settings.max_length):
@@ -129,7 +129,7 @@ def _freezing(settings: Settings, stores: list[Store]) -> Data:
 
 
 def _large(settings: Settings, stores: list[Store]) -> Data:
-    """Language models whose windows double in length, as many tokens to a step, while a window fits."""
+    """Language models whose windows double in length, with the same tokens per step, while a window fits."""
     for doubling in range(DOUBLINGS):
         length = settings.max_length << doubling
         if settings.tokens_per_step >= length:
@@ -147,21 +147,21 @@ _DATA: dict[str, Callable[[Settings, list[Store]], Data]] = {
 
 
 def arms_of(case: Case, settings: Settings) -> dict[str, Maker]:
-    """Arms that do the same work on the same texts. The first one is held against each of the others."""
+    """Arms that do the same work on the same texts. The first one is compared with each of the others."""
     arms: dict[str, Maker] = {"ours": partial(Ours, case, "baseline")}
     trainers = {
         "hf-trainer": partial(HuggingFaceTrainer, case, compiled=False),
         "hf-trainer-compiled": partial(HuggingFaceTrainer, case, compiled=True),
     }
     if case.work in SAVINGS:
-        # The third is for our GPT alone; and of a large model no more than two are in memory at a time.
+        # The third method is for the reference GPT only, and only two large models fit into memory.
         every = case.model["architecture"] == "gpt" and case.work != "large"
         methods = METHODS if every else METHODS[:2]
         arms = {method: partial(Ours, case, method) for method in methods}
     elif case.work == "pretrained":
         arms |= {"oelm": partial(Ours, case, "oelm"), **trainers}
     elif case.work == "classification":
-        # Padded to the longest allowed, every step costs the same: some of them tell as much as all.
+        # Padded to the maximum length, every step costs the same, so a part of them is enough.
         steps = max(1, len(case.store["train"]) // FEWER // case.batch_size)
         some = replace(case, store=load.sample_texts(case.store, steps * case.batch_size))
         arms |= {**trainers, "original": partial(original, some)}

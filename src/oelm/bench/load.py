@@ -1,4 +1,4 @@
-"""A case: how much work a window of its steps is, and its data: a store's own texts, or made ones."""
+"""A case: its data, a store's own or made-up texts, and the operations of a window of steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from oelm.models.gpt_sizes import PRESETS, size_name
 
 # (median, spread) of a log-normal: sentence pairs as in XNLI, film reviews as in IMDB, in GPT-2's tokens.
 MADE_LENGTHS = {"pairs": (35.0, 0.4), "reviews": (270.0, 0.6)}
-CUT = 512  # where the reviews were cut when those numbers were taken
+CUT = 512  # tokens at which the reviews were cut when MADE_LENGTHS was measured
 PAD_ID = 0
 
 
 @dataclass
 class Case:
-    """What every arm of a comparison trains, and on which texts."""
+    """The model and the texts that every arm of a comparison trains."""
 
     work: str
     name: str
@@ -32,11 +32,11 @@ class Case:
     batch_size: int
     length: int
     device: torch.device
-    checkpointing: bool = False  # activations are computed again where they are needed
+    checkpointing: bool = False  # gradient checkpointing
 
     @cached_property
     def config(self) -> OelmGPTConfig:
-        """The size of every arm: what `oelm train` would build for this store; of another model, a GPT with
+        """The size of every arm: as `oelm train` would build it for this store; for another model, a GPT with
         as many weights in its blocks."""
         fields: dict[str, Any] = {"num_labels": len(self.store.label_names)} if self.store.label_names else {}
         fields["vocab_size"] = self.store.vocab_size
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What is trained, as a record says it."""
+        """The model as it is recorded: name, architecture and shape."""
         other, config = other_model(self.size), self.config
         architecture = "gpt" if other is None else other.model_type
         shape = {"layers": config.num_layers, "d_model": config.d_model}
@@ -57,7 +57,7 @@ class Case:
 
 
 def other_model(size: str) -> Any:
-    """The config of a model that is no reference GPT; None for one that is."""
+    """The config of a model that is not a reference GPT; None for a reference GPT."""
     if size_name(size) in PRESETS:
         return None
     from transformers import AutoConfig
@@ -71,7 +71,7 @@ class Load:
 
     texts: int
     tokens: int
-    squares: int  # the sum of the texts' squared lengths: what attention grows with
+    squares: int  # the sum of the texts' squared lengths, to which attention is proportional
 
     @classmethod
     def of(cls, lengths: Any) -> "Load":
@@ -81,9 +81,9 @@ class Load:
     def operations(self, config: OelmGPTConfig, kind: str, causal: bool) -> float:
         """Forward and backward: per token 6 x the matrices' weights + 12 L d T, the latter halved if causal.
 
-        T is the length of the token's own text. The language model's head sees every token, a classifier's
-        one per text. Recomputation is not counted, and neither is what freezing leaves out: the same texts
-        are the same work for every method.
+        T is the length of the token's own text. The language model's head computes every token, a
+        classifier's one per text. Neither recomputation nor the work that freezing saves changes the count:
+        the same texts are the same work for every method.
         """
         d, layers = config.d_model, config.num_layers
         blocks = layers * (4 * d * d + 2 * d * config.d_ff)
@@ -104,14 +104,14 @@ class MemorySplit(Split):
 
 
 class MemoryStore(Store):
-    """A store with nothing but a training split, in memory: a sample of another store, or made texts."""
+    """A store in memory with only a training split: a sample of another store, or made-up texts."""
 
     def __init__(self, meta: dict[str, Any], train: MemorySplit, source: Store | None = None) -> None:
         super().__init__(Path(), meta | {"splits": {}})
         self.splits, self.source = {"train": train}, source
 
     def used_tokens(self) -> Array:
-        """A sample stands for all of the data; made texts stand for any."""
+        """For a sample, the tokens used by its whole source; for made-up texts, all tokens."""
         return np.ones(self.vocab_size, dtype=bool) if self.source is None else self.source.used_tokens()
 
     def tokenizer(self) -> Any:
@@ -119,7 +119,7 @@ class MemoryStore(Store):
 
 
 def sample_texts(store: Store, texts: int) -> MemoryStore:
-    """So many texts of a classification store, drawn evenly; all of them where it has fewer."""
+    """A random sample of so many texts of a classification store, or all if it has fewer."""
     split = store["train"]
     items = permutation(len(split), 0)[:texts]
     lengths = split.lengths[items]
@@ -141,7 +141,7 @@ def sample_stream(store: Store, tokens: int) -> MemoryStore:
 
 
 def made_texts(name: str, lengths: Sequence[int] | Array, vocab_size: int, longest: int) -> MemoryStore:
-    """Classification texts of these lengths, of tokens as frequent as words are."""
+    """Classification texts of these lengths, with token frequencies like those of words."""
     lengths = np.asarray(lengths, dtype=np.int64)
     rng = np.random.default_rng(0)
     tokens = _words(rng, int(lengths.sum()), vocab_size)  # before the labels: one generator draws both
@@ -150,7 +150,7 @@ def made_texts(name: str, lengths: Sequence[int] | Array, vocab_size: int, longe
 
 
 def made_lengths(kind: str, texts: int, longest: int) -> Array:
-    """Lengths as real texts have them, cut at `longest`; for small models the whole is scaled down."""
+    """Random lengths like those of real texts, cut at `longest`; scaled down if that is below CUT."""
     median, spread = MADE_LENGTHS[kind]
     drawn = np.random.default_rng(1).lognormal(np.log(median * min(1.0, longest / CUT)), spread, texts)
     return np.clip(drawn.astype(np.int64), 2, longest)
@@ -162,7 +162,7 @@ def made_stream(tokens: int, vocab_size: int, longest: int) -> MemoryStore:
 
 
 def _words(rng: np.random.Generator, count: int, vocab_size: int) -> Array:
-    """Zipf's law: repeated rows are what an embedding's gradient has to add up."""
+    """Random tokens by Zipf's law, as repeated tokens matter to the embedding's gradient."""
     weights = 1.0 / (np.arange(vocab_size - 1) + 2.7)
     bounds = np.cumsum(weights) / weights.sum()
     drawn = np.searchsorted(bounds[:-1], rng.random(count)) + 1  # 0 is the padding
@@ -178,7 +178,7 @@ def _made_store(name: str, kind: str, vocab_size: int, longest: int, train: Memo
 
 
 def padding_tokenizer(pad_id: int) -> Any:
-    """A tokenizer that can only pad, which is all that a collator needs."""
+    """A tokenizer that can only pad, as a collator needs it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,10 +1,10 @@
-"""How anything here is timed: in windows of steps, round by round, every arm in every round.
+"""Timing: in windows of steps, round by round, every arm in every round.
 
-A window holds the same texts for every arm (or a fifth of them, where all steps cost the same), so its time
-says how many texts and tokens a second an arm gets through, whatever its batches look like inside. Arms take
-turns, every other round in reverse order, so that a machine that warms up or is disturbed does so to all of
-them. A GPU at its power limit is faster for a while after it has been idle, or has had lighter work: so an
-arm takes some steps before each window that do not count, and nothing else happens between them.
+A window holds the same texts for every arm (or a fifth of them, if all steps cost the same), so its time
+gives an arm's texts and tokens per second, whatever its batches are. Arms alternate, every other round in
+reverse order, so that warming up and disturbances of the machine affect all of them. A GPU at its power limit
+is faster for a while after idling or lighter work, so an arm takes some untimed steps directly before each
+window.
 """
 
 import gc
@@ -27,25 +27,25 @@ from oelm.bench.load import Case, Load
 from oelm.data.batches import Plan
 from oelm.system.library_errors import first_line
 
-QUIET = 10.0  # seconds between words about how far the rounds are
-LEAD_IN = 3  # a third of a window's steps are taken before it
+QUIET = 10.0  # seconds between two lines on the progress of the rounds
+LEAD_IN = 3  # a window's steps divided by this are taken untimed before it
 
 
 @dataclass(frozen=True)
 class Window:
-    """The time and the work of one timed window. Padding does not count as texts or tokens."""
+    """The time and the work of one timed window; texts and tokens without padding."""
 
     seconds: float
     steps: int
     texts: int
     tokens: int
     operations: float
-    clock_mhz: float | None = None  # of a GPU, and its power, where that could be seen
+    clock_mhz: float | None = None  # of a GPU, and its power, if nvidia-smi reports them
     power_w: float | None = None
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """The bytes of the gradients and of the optimizer's moments, but not of its counters of steps."""
+    """The bytes of the gradients, and of the optimizer's moments without its step counters."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return (
@@ -55,17 +55,18 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
 
 
 class Arm(ABC):
-    """Something that can be run for a window of steps, again and again."""
+    """Something that can be run repeatedly for a window of steps."""
 
-    about: str  # what it is, in words
+    about: str  # a description
     model: nn.Module | None = None
     held: tuple[int, int] | None = None  # `held_bytes`
-    untimed = 1  # windows before the first that counts
-    cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as it does unless told not to
+    untimed = 1  # windows before the first timed one
+    cudnn_attention = True  # whether PyTorch may choose cuDNN's attention, as by default
 
     @abstractmethod
     def warm_up(self) -> None:
-        """The first step: compile, tune, make the optimizer's state. Its memory peak does not count."""
+        """Take the first step, which compiles, tunes and makes the optimizer's state. Its memory peak is not
+        counted."""
 
     @abstractmethod
     def window(self) -> Window: ...
@@ -95,13 +96,13 @@ class StepArm(Arm):
 
 
 class TrainingArm(StepArm):
-    """A step arm with a model and an optimizer, whose held bytes are counted at the first step."""
+    """A step arm with a model and an optimizer, whose held bytes are measured at the first step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def __init__(self, case: Case, plan: Plan) -> None:
-        # The same batches in every window: their shapes are all met at once.
+        # The same batches in every window, so that all shapes occur in the first one.
         self.batches, load, kind = plan.epoch(0), Load.of(plan.lengths), case.store.kind
         operations = load.operations(case.config, kind, causal=kind == "lm")
         super().__init__(case.device, len(self.batches), load, operations)
@@ -116,7 +117,7 @@ class TrainingArm(StepArm):
 
 
 class Product(StepArm):
-    """Matrix products alone: the rate that shares are taken of, or the work that freezing leaves out."""
+    """Matrix products alone, for the peak rate or for the work that freezing omits."""
 
     def __init__(self, about: str, factors: list[tuple[Tensor, Tensor]], steps: int) -> None:
         operations = sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in factors)
@@ -129,7 +130,7 @@ class Product(StepArm):
 
 
 def square_product(device: torch.device) -> Product:
-    """The rate that shares are taken of: a product of large square matrices in the precision of training."""
+    """A product of large square matrices in the precision of training, which gives the peak rate."""
     size, dtype, steps = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return Product(f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}", [(a, b)], steps)
@@ -138,11 +139,12 @@ def square_product(device: torch.device) -> Product:
 def omitted_product(
     device: torch.device, layers: int, d_model: int, tokens: int, pooled: bool = True
 ) -> Product:
-    """What freezing Q and K leaves out of a step: the products that give their weights' gradients. In a
-    classifier of ours (`pooled`) the last block has queries for the pooled tokens alone, so it is K's there.
+    """The products that freezing Q and K omits from a step: those of their weights' gradients. In the
+    reference GPT's classifier (`pooled`) the last block has queries for the pooled tokens only, so there it
+    is K's alone.
     """
     dtype, steps = (torch.bfloat16, 20) if device.type == "cuda" else (torch.float32, 3)
-    # Factors of their own for each layer: a product that finds them in a cache is not the one in a step.
+    # Each layer has its own factors, so that they are not in a cache, as in a real step.
     factors = []
     for width in [2 * d_model] * (layers - 1) + [d_model if pooled else 2 * d_model]:
         grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, d_model))
@@ -151,10 +153,10 @@ def omitted_product(
 
 
 class GpuClock:
-    """A GPU's clock and power, from `with` to its end; elsewhere, and without nvidia-smi, it sees nothing.
+    """A context that samples a GPU's clock and power; without a GPU or nvidia-smi there are no samples.
 
-    A large GPU under load runs into its power limit and lowers its clock; two arms that differ in power then
-    differ in clock as well. Without these two numbers nobody can tell that from a difference in work.
+    A large GPU under load reaches its power limit and lowers its clock, so two arms that differ in power
+    differ in clock as well. These two numbers distinguish that from a difference in work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,29 +189,29 @@ class GpuClock:
                 self.samples.append((time.perf_counter(), clock, power))
 
     def since(self, start: float) -> tuple[float | None, float | None]:
-        """The median clock (MHz) and power (W) since then."""
-        seen = [sample[1:] for sample in list(self.samples) if sample[0] > start]
-        if not seen:
+        """The median clock (MHz) and power (W) since `start`; None without samples."""
+        recent = [sample[1:] for sample in list(self.samples) if sample[0] > start]
+        if not recent:
             return None, None
-        clocks, powers = zip(*seen, strict=True)
+        clocks, powers = zip(*recent, strict=True)
         return statistics.median(clocks), statistics.median(powers)
 
 
 def gpu_name(device: torch.device) -> str:
-    """nvidia-smi counts all GPUs, PyTorch those it may see; this names one for both."""
+    """The UUID of a GPU, for nvidia-smi: it numbers all GPUs, PyTorch only the visible ones."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 @dataclass
 class ArmMeasurement:
-    """All that is known about an arm; `failed` says why there is no more."""
+    """The measurements of an arm; `failed` is the reason if they are incomplete."""
 
     name: str
     about: str = ""
     failed: str | None = None
     windows: list[Window] = field(default_factory=list)
     held: tuple[int, int] | None = None
-    peak_memory: int | None = None  # bytes above what was there before it was made; None without a GPU
+    peak_memory: int | None = None  # bytes above those allocated before it was made; None without a GPU
     parameters: int | None = None
 
 
@@ -222,7 +224,7 @@ def measure(
 ) -> dict[str, ArmMeasurement]:
     """Make every arm, warm it up, then time one window of each in every round.
 
-    An arm that fails at any point says why, and the others go on without it.
+    An arm that fails at any point is recorded with the reason, and the others go on without it.
     """
     measured = {name: ArmMeasurement(name) for name in makers}
     arms: dict[str, Arm] = {}
@@ -237,12 +239,12 @@ def measure(
         if arm is not None:
             arms[name] = arm
         say(f"  {name}: {measured[name].failed or f'ready after {time.perf_counter() - began:.1f} s'}")
-        _release(device)  # so that the next one's memory is its own
+        _release(device)  # so that the next arm's memory is measured alone
     gc.collect()
-    gc.disable()  # it would leave the device idle now and then
+    gc.disable()  # collections would leave the device idle
     try:
-        with GpuClock(device) as watch:
-            _take_turns(arms, measured, rounds, time_left, watch, say)
+        with GpuClock(device) as clock:
+            _run_rounds(arms, measured, rounds, time_left, clock, say)
     finally:
         gc.enable()
     arms.clear()
@@ -250,29 +252,30 @@ def measure(
     return measured
 
 
-def _take_turns(
+def _run_rounds(
     arms: dict[str, Arm],
     measured: dict[str, ArmMeasurement],
     rounds: int,
     time_left: Callable[[], bool],
-    watch: GpuClock,
+    gpu_clock: GpuClock,
     say: Callable[[str], None],
 ) -> None:
-    began = said = time.perf_counter()
+    began = reported = time.perf_counter()
     for number in range(rounds):
         if number and not time_left():
             break
-        if number and time.perf_counter() - said > QUIET:
-            said = time.perf_counter()
-            say(f"  round {number} of {rounds}, {(said - began) / number * (rounds - number):.0f} s left")
+        if number and time.perf_counter() - reported > QUIET:
+            reported = time.perf_counter()
+            left = (reported - began) / number * (rounds - number)
+            say(f"  round {number} of {rounds}, {left:.0f} s left")
         for name in list(arms)[:: -1 if number % 2 else 1]:
             torch.backends.cuda.enable_cudnn_sdp(arms[name].cudnn_attention)
             window = _attempt(measured[name], arms[name].window)
             if window is None:
                 del arms[name]
-                _release(watch.device)
+                _release(gpu_clock.device)
             else:
-                clock, power = watch.since(time.perf_counter() - window.seconds)
+                clock, power = gpu_clock.since(time.perf_counter() - window.seconds)
                 measured[name].windows.append(replace(window, clock_mhz=clock, power_w=power))
 
 
@@ -296,7 +299,7 @@ def _warmed(measured: ArmMeasurement, make: Callable[[], Arm], device: torch.dev
 
 
 def _make_workspaces(device: torch.device) -> None:
-    """Have the workspaces of matrix products allocated now, so that no arm's memory includes them."""
+    """Allocate the workspaces of matrix products, so that no arm's memory includes them."""
     x = torch.zeros(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     torch.cuda.synchronize(device)
@@ -307,7 +310,7 @@ def _make_workspaces(device: torch.device) -> None:
 def _attempt(measured: ArmMeasurement, action: Callable[[], Any]) -> Any:
     try:
         return action()
-    except Exception as error:  # out of memory, no compiler, ...: a table with a gap is better than none
+    except Exception as error:  # out of memory, no compiler, ...: the other arms are measured anyway
         measured.failed = f"{type(error).__name__}: {first_line(error)}"[:160]
         return None
 
@@ -319,7 +322,7 @@ def _release(device: torch.device) -> None:
 
 
 def now(device: torch.device) -> float:
-    """The time once the device has done all it was given."""
+    """The time, after the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The benchmark from its settings to its record: medians, ratios and savings, as plain values for JSON."""
+"""Runs the benchmark and makes its record: medians, ratios and savings, as plain values for JSON."""
 
 import shlex
 import statistics
@@ -28,20 +28,20 @@ RATES: dict[str, Callable[[Window], float]] = {
     "step_s": lambda w: w.seconds / w.steps,
     "operations_per_s": lambda w: w.operations / w.seconds,
 }
-# What a case's arms are compared by.
+# The quantity by which the arms of a work are compared.
 QUANTITIES = {
     "classification": "texts_per_s", "pretrained": "texts_per_s", "lm": "tokens_per_s", "freezing": "step_s",
     "large": "step_s",
 }  # fmt: skip
 
 
-# Arms share the code of their blocks. And what was compiled for an earlier case is tuned for its sizes; found
-# in a cache it would slow this one.
+# Arms share the code of their blocks, which is compiled for each. Caches are off, as code that was tuned for
+# the sizes of an earlier case would slow a later one.
 @torch.compiler.config.patch(recompile_limit=64, force_disable_caches=True)  # type: ignore[attr-defined]
 def run_bench(
     settings: Settings, device: torch.device, say: Callable[[str], None], json_file: Path | None
 ) -> dict[str, Any]:
-    """Measure every case asked for. With `json_file` the record is written after each of them."""
+    """Measure every requested case. With `json_file` the record is written after each of them."""
     began = time.monotonic()
 
     def time_left() -> bool:
@@ -113,13 +113,14 @@ def _arm_record(arm: ArmMeasurement, peak: float | None) -> dict[str, Any]:
     record |= {"parameters": arm.parameters, "peak_memory_bytes": arm.peak_memory}
     record["gradients_bytes"], record["optimizer_bytes"] = arm.held or (None, None)
     for name in ("clock_mhz", "power_w"):
-        seen = [value for window in arm.windows if (value := getattr(window, name)) is not None]
-        record[name] = statistics.median(seen) if seen else None
+        values = [value for window in arm.windows if (value := getattr(window, name)) is not None]
+        record[name] = statistics.median(values) if values else None
     return record | {"windows": [asdict(window) for window in arm.windows]}
 
 
 def _ratios(quantity: str, arms: list[str], measured: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
-    """The first arm's rate over each peer's; of methods, each one's step time over the baseline's."""
+    """The first arm's rate divided by each peer's or, for methods, each one's step time divided by the
+    baseline's."""
     pairs = [(other, arms[0]) if quantity == "step_s" else (arms[0], other) for other in arms[1:]]
     return [
         {"of": of, "to": to, "quantity": quantity}
@@ -130,18 +131,19 @@ def _ratios(quantity: str, arms: list[str], measured: dict[str, ArmMeasurement])
 
 
 def ratio(of: list[Window], to: list[Window], quantity: str) -> dict[str, Any]:
-    """The ratio of the medians, and the lowest and highest ratio of a round, between which it lies."""
-    mine, theirs = ([RATES[quantity](window) for window in windows] for windows in (of, to))
-    rounds = [a / b for a, b in zip(mine, theirs, strict=False)]  # one may have failed in a late round
-    value = statistics.median(mine[: len(rounds)]) / statistics.median(theirs[: len(rounds)])
+    """The ratio of the medians, and the lowest and highest ratio of a round."""
+    above, below = ([RATES[quantity](window) for window in windows] for windows in (of, to))
+    rounds = [a / b for a, b in zip(above, below, strict=False)]  # an arm may have failed in a late round
+    value = statistics.median(above[: len(rounds)]) / statistics.median(below[: len(rounds)])
     return {"ratio": value, "low": min(rounds), "high": max(rounds)}
 
 
 def _savings(arms: list[str], measured: dict[str, ArmMeasurement]) -> list[dict[str, Any]]:
-    """What each method saves of the baseline's step, beside what the product it omits takes alone."""
+    """The time and memory that each method saves of the baseline's step, and the time of the omitted product
+    alone."""
     product, base = measured[OMITTED], measured.get("baseline", ArmMeasurement("baseline"))
-    whole, alone = median(base, "step_s"), median(product, "step_s")
-    if whole is None or alone is None:
+    baseline_s, product_s = median(base, "step_s"), median(product, "step_s")
+    if baseline_s is None or product_s is None:
         return []
     omitted, work = (arm.windows[0].operations / arm.windows[0].steps for arm in (product, base))
     savings = []
@@ -154,11 +156,11 @@ def _savings(arms: list[str], measured: dict[str, ArmMeasurement]) -> list[dict[
         savings.append(
             {
                 "method": name,
-                "saved_s": whole - step,
+                "saved_s": baseline_s - step,
                 "saved_s_rounds": [before - after for before, after in zip(*steps, strict=False)],
-                "saved_share": (whole - step) / whole,
-                "omitted_product_s": alone,
-                "saved_of_omitted": (whole - step) / alone,
+                "saved_share": (baseline_s - step) / baseline_s,
+                "omitted_product_s": product_s,
+                "saved_of_omitted": (baseline_s - step) / product_s,
                 "omitted_share_of_operations": omitted / work,
                 "held_bytes_saved": sum(base.held) - sum(arm.held),
                 "peak_memory_bytes_saved": base.peak_memory - arm.peak_memory

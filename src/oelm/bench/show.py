@@ -10,16 +10,16 @@ from oelm.system.terminal import console
 
 SCHEMA = 1  # of the record
 
-WIDTH = 1000  # columns: a terminal that is too narrow wraps a line, but no number is cut
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, which the colour-blind tell apart
+WIDTH = 1000  # columns; a narrower terminal wraps lines, but no number is cut
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, for colour-blind readers
 WORDS = {"texts_per_s": "texts/s", "tokens_per_s": "tokens/s", "step_s": "step time"}
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record that `--json` has written."""
+    """A record written by `--json`."""
     record = read_json(path)
-    whole = isinstance(record, dict) and {"cases", "environment", "command"} <= set(record)
-    if not whole or record.get("schema") != SCHEMA:
+    complete = isinstance(record, dict) and {"cases", "environment", "command"} <= set(record)
+    if not complete or record.get("schema") != SCHEMA:
         raise UserError(f"{path} is not a record of oelm bench; such a file is written with --json")
     return record
 
@@ -145,13 +145,13 @@ def draw_chart(record: dict[str, Any], path: Path) -> None:
 
 def _draw_bars(axis: Any, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     works = list(dict.fromkeys(case["work"] for case, _ in pairs))
-    for place, (case, entry) in enumerate(pairs):
+    for row, (case, entry) in enumerate(pairs):
         value, low, high = entry["ratio"], entry["low"], entry["high"]
         colour = PALETTE[works.index(case["work"]) % len(PALETTE)]
         spread = [[value - low], [high - value]]
-        axis.barh(place, value, xerr=spread, color=colour, error_kw={"lw": 1}, height=0.7)
+        axis.barh(row, value, xerr=spread, color=colour, error_kw={"lw": 1}, height=0.7)
         near = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        axis.annotate(f"{value:.3g}", (high, place), **near)
+        axis.annotate(f"{value:.3g}", (high, row), **near)
     names = [f"{case['name']}: {entry['of']} / {entry['to']}" for case, entry in pairs]
     axis.set_yticks(range(len(pairs)), names)
     axis.axvline(1, color="#666", lw=0.8)

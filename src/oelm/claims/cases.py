@@ -1,4 +1,4 @@
-"""Which settings of the records a claim is judged on, and what was measured in each."""
+"""The settings of the records on which a claim is judged, and the measurement in each."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
 from oelm.study.two_way import overall
 
-FEWEST_RATES = 3  # learning rates that an arm chose from, each at least
-APART = 1.9  # times the one before: nearer ones are hardly a choice
+FEWEST_RATES = 3  # learning rates from which an arm must have chosen
+APART = 1.9  # the least ratio of two of them, as closer ones are hardly a choice
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting and the study it belongs to: problems and corrections are the study's own."""
+    """A setting with the analysis of its study, which decides its problems and corrections."""
 
     analysis: Analysis
     group: Group
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        """Of its task: "lm", "classification", or another by its metric."""
+        """The kind of its task by the metric: "lm", "classification", or the metric's name for others."""
         if self.group.metric == "perplexity":
             return "lm"
         return "classification" if self.group.metric in ("accuracy", "f1_macro") else self.group.metric
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def published_size(self) -> str | None:
-        """The model of this architecture that the reports used."""
+        """The reports' model of this architecture; None if they have none."""
         sizes: dict[str, str] = data.claim_data()["sizes"]
         return sizes.get(self.architecture)
 
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def methods(self) -> set[str]:
-        """The arms that are what their name says: a study may call any arm "baseline"."""
+        """The arms that really are the method in their name, as a study may give any arm any name."""
         study = self.analysis.study
         planned = study.arms if study else {}
         plain = {n for n, arm in planned.items() if arm.label == n and not arm.settings and not arm.lr}
@@ -80,13 +80,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The settings a claim is judged on, in a fixed order, and what there is besides."""
+    """The settings on which a claim is judged, in a fixed order, and those that were left out."""
 
     settings: Sequence[Setting] = ()
     left_out: Sequence[Setting] = ()  # models of other sizes than the published one
     apart: bool = False  # both methods were run, but in no setting together
     planned: Sequence[str] = ()  # tasks that a study planned for both methods and has no runs of
-    copies: Sequence[Setting] = ()  # with runs that another setting has, too
+    copies: Sequence[Setting] = ()  # settings whose runs another setting has, too
 
 
 def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
@@ -102,9 +102,9 @@ def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
     settings = [s for s in alike if both <= s.methods]
     apart = not settings and both <= {method for s in alike for method in s.methods}
     settings, copies = _without_copies(claim, settings)
-    places = {task: place for place, task in enumerate(claim.parts)}
+    order = {task: place for place, task in enumerate(claim.parts)}
     settings.sort(
-        key=lambda s: (places.get(s.group.task, len(places)), s.group.task, s.model, s.group.setting,
+        key=lambda s: (order.get(s.group.task, len(order)), s.group.task, s.model, s.group.setting,
                        s.analysis.title)
     )  # fmt: skip
     published = [s for s in settings if s.model == s.published_size and not claim.any_size]
@@ -114,9 +114,9 @@ def fitting_settings(claim: Claim, analyses: Sequence[Analysis]) -> Fitting:
 
 
 def _without_copies(claim: Claim, settings: list[Setting]) -> tuple[list[Setting], list[Setting]]:
-    """The settings, and those that are left out because another one has runs of theirs: a run in two folders
-    is evidence once. The setting with more runs, or whose study planned more, counts. A run that was made
-    again and scored differently is another run."""
+    """The settings, and those that are left out because another setting has some of their runs, as a run in
+    two folders is evidence once. The setting with more runs, or whose study planned more, is kept. A run that
+    was made again and scored differently is another run."""
     kept: list[Setting] = []
     copies: list[Setting] = []
     seen: set[tuple[str, float | None]] = set()
@@ -132,21 +132,21 @@ def _without_copies(claim: Claim, settings: list[Setting]) -> tuple[list[Setting
 
 
 def _planned(claim: Claim, setting: Setting) -> list[str]:
-    """Tasks that the setting's study planned for both methods, that the claim is about, without such runs."""
+    """The claim's tasks that the setting's study planned for both methods, but for which it has no runs."""
     study, both = setting.analysis.study, {claim.method, claim.reference_arm}
-    there = {group.task for group in setting.analysis.groups if both <= group.arms.keys()}
+    present = {group.task for group in setting.analysis.groups if both <= group.arms.keys()}
     return [
         task
         for task in (study.table.tasks if study else ())
-        if task not in there
+        if task not in present
         and {task, "any"} & claim.parts.keys()
         and claim.kind in (None, TASKS[task].kind if task in TASKS else None)
     ]
 
 
 def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
-    """Why the learning rates of these arms decide nothing: not chosen from enough, by one run each or by
-    another metric, without a plan, or best at an edge."""
+    """Why the learning rates of these arms allow no conclusion: chosen from too few, by one run each or by
+    another metric, without a plan, or best at an edge of the grid; None if they do."""
     matrix, study = setting.group.matrix, setting.analysis.study
     if matrix is None or study is None or not all(arm.chosen and _is_choice(arm) for arm in arms):
         return sentence("untuned", fewest=FEWEST_RATES)
@@ -163,7 +163,7 @@ def rates_problem(setting: Setting, arms: Sequence[ArmResult]) -> Sentence | Non
 
 
 def _is_choice(arm: ArmResult) -> bool:
-    """Whether the arm tried enough learning rates that are not nearly the same."""
+    """Whether the arm tried enough learning rates that are at least APART from one another."""
     rates: list[float] = []
     for lr in sorted(arm.lr_scores):
         if not rates or lr >= APART * rates[-1]:
@@ -173,7 +173,7 @@ def _is_choice(arm: ArmResult) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured in one setting or benchmark, before anything is decided."""
+    """The measurement in one setting or benchmark, before anything is decided."""
 
     task: str
     model: str
@@ -196,7 +196,7 @@ class Case:
         return None if self.problem or self.mean is None else self.test(threshold)
 
     def decisive_p(self) -> float | None:
-        """Of the threshold; of an equivalence, the larger one of its two bounds while the mean is inside."""
+        """p of the threshold; for an equivalence, the larger p of its two bounds if the mean is inside."""
         margin, mean = self.part.within, self.mean or 0.0
         if margin is None:
             return self.p(self.threshold)
@@ -218,7 +218,7 @@ class Case:
 def describe_number(
     part: ClaimPart, unit: str, mean: float, interval: Interval | None, count: Sentence, level: float
 ) -> dict[str, Sentence]:
-    """The number and its interval, for the sentence of a measure; `count` tells n."""
+    """The number and its interval, for the sentence of a measure; `count` is the sentence on n."""
     signed = part.measure != "kept"
     text = sentence("no_interval", count=count)
     if interval is not None:
@@ -231,18 +231,19 @@ Scale = tuple[Callable[[float], float], Callable[[float], float]]
 
 
 def _scale(measure: str, group: Group, arms: Sequence[ArmResult], accuracy: float) -> Scale:
-    """From a difference in points (of a perplexity: 100 times its logarithm) to the measure, and back."""
+    """Two functions: from a difference in points (of a perplexity: 100 times its logarithm) to the measure,
+    and back."""
     if measure == "points" or (measure == "difference" and group.kind == "share"):
         return (lambda points: points), (lambda value: value)
-    if measure == "kept":  # the reference arm's accuracy counts as known: its error moves this by little
+    if measure == "kept":  # the reference arm's accuracy is taken as exact, as its error matters little
         return (lambda points: 100 + points / accuracy), (lambda value: (value - 100) * accuracy)
     # Per cent of a perplexity: of the reference arm's, positive is worse ("increase") or better
     # ("difference"); of the method's, positive is better ("saving").
     inner, outer = {"increase": (-1, 1), "difference": (-1, -1)}.get(measure, (1, 1))
     shift = 0.0
     if measure == "saving_per_parameter":
-        ours, theirs = (arm.records[0].results["parameters"]["trainable"] for arm in arms)
-        shift = 100 * math.log(ours / theirs)
+        of_method, of_reference = (arm.records[0].results["parameters"]["trainable"] for arm in arms)
+        shift = 100 * math.log(of_method / of_reference)
     return (
         lambda points: outer * 100 * math.expm1((inner * points + shift) / 100),
         lambda value: inner * (100 * math.log1p(outer * value / 100) - shift),
@@ -257,8 +258,8 @@ def _score(measure: str, record: Record) -> float:
 
 
 def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Case:
-    """A setting that fits the claim. A control replaces the reference arm, and is compared with the method
-    for equivalence."""
+    """The case of a setting that fits the claim. A control arm replaces the reference arm and is compared
+    with the method for equivalence."""
     group, analysis, name = setting.group, setting.analysis, control or claim.reference_arm
     part_name = setting.part_of(claim)
     assert part_name is not None  # or the setting would not fit
@@ -278,22 +279,22 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     names = {arm.method: arm for arm in reversed(arms)}
     pairs = min(map(len, ties))
     problems = [data.format_problems(explain_problems(codes, names, pairs, analysis.planned))]
-    if not {"unevaluated", "other_rates"} & set(codes):  # these say it already
+    if not {"unevaluated", "other_rates"} & set(codes):  # these imply it
         problems += [text for text in (rates_problem(setting, arms),) if text]
     problem = join([text for text in problems if text[0]], ("; ", "；"))
     looks = len(analysis.study.looks) if analysis.study else 1
-    there = back = None
+    to_measure = to_points = None
     mean, interval = None, None
     unit = (
         "points" if part.measure == "points" or (part.measure, group.kind) == ("difference", "share") else "%"
     )
     what = sentence("nothing")
     if tables:
-        there, back = _scale(part.measure, group, arms, fmean(score for _, score in scores))
+        to_measure, to_points = _scale(part.measure, group, arms, fmean(score for _, score in scores))
         combined = combine([overall(*table, level=analysis.level) for table in tables], 1.0, looks)
-        mean = there(combined.mean)
+        mean = to_measure(combined.mean)
         if combined.low is not None and combined.high is not None:
-            ends = there(combined.low), there(combined.high)
+            ends = to_measure(combined.low), to_measure(combined.high)
             interval = min(ends), max(ends)
         columns = (f"{fmean(column):.4g}" for column in zip(*scores, strict=True))
         values = dict(zip(("score", "reference_score"), columns, strict=True))
@@ -302,8 +303,8 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
         what = sentence(part.measure, method=claim.method, reference_arm=name, **values, **texts)
 
     def test(threshold: float) -> float | None:
-        assert back is not None  # or there is no mean
-        points = back(threshold)
+        assert to_points is not None  # or there is no mean
+        points = to_points(threshold)
         return combine([overall(table - points, sizes) for table, sizes in tables], 1.0, looks).p
 
     return Case(

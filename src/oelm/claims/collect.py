@@ -1,4 +1,4 @@
-"""What the claims are judged on: every study, run and benchmark record below some paths."""
+"""Collects the evidence for the claims: every study, run and benchmark record below some paths."""
 
 import contextlib
 from collections import Counter
@@ -23,10 +23,10 @@ class Collection:
 
     analyses: list[Analysis] = field(default_factory=list)
     benchmarks: list[Benchmark] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # what cannot be used, and why
+    left_out: list[str] = field(default_factory=list)  # messages on what cannot be used
 
     def add(self, benchmark: Benchmark) -> None:
-        """Add a benchmark, unless it is a copy of one that is there."""
+        """Add a benchmark, unless it is a copy of another."""
         if all(benchmark.record != other.record for other in self.benchmarks):
             self.benchmarks.append(benchmark)
 
@@ -36,7 +36,8 @@ class Collection:
 
 
 def ages(records: Iterable[Record]) -> dict[str, int]:
-    """Runs that ended before and after the rules were fixed, or do not say when; copies count once."""
+    """The numbers of runs that ended before and after the rules were fixed, or are undated; copies count
+    once."""
     runs = {(record.identity.key, record.method): record for record in records}
     counts = Counter(_age(record.results.get("ended")) for record in runs.values())
     return {age: counts[age] for age in ("before", "after", "undated")}
@@ -69,7 +70,7 @@ def collect(paths: Sequence[Path]) -> Collection:
 
 
 def _search(folder: Path, collection: Collection, seen: set[Path]) -> None:
-    """Add what is below a folder; `seen` holds the studies, runs and files that were read before."""
+    """Add the studies, runs and records below a folder; `seen` are paths that were read before."""
     studies = [path.parent.resolve() for path in sorted(folder.rglob("study.toml"))]
     for study in dict.fromkeys(studies):
         if study not in seen and any(study.rglob("results.json")):

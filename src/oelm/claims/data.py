@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ClaimPart:
-    """What is measured on one task, or in one benchmark, and what decides; see claims.toml."""
+    """The measure on one task, or in one benchmark, and its rule; see claims.toml."""
 
     measure: str
     above: float = 0.0
@@ -34,7 +34,7 @@ class ClaimPart:
     length: int = 0
 
     def threshold(self, metric: str) -> float:
-        """Supported above, refuted below; `metric` is "share" or "perplexity"."""
+        """The value above which the part is supported, below refuted; `metric` is "share" or "perplexity"."""
         if self.at_margin:
             return -float(claim_data()["margins"][metric])
         return self.above if self.share is None or self.published is None else self.share * self.published
@@ -48,7 +48,7 @@ class Claim:
     claim: str
     claim_zh: str
     rule: str
-    run: str  # the commands that make what decides it
+    run: str  # the commands that make the records that decide it
     kind: str | None = None
     architectures: tuple[str, ...] = ()
     method: str = "oelm"
@@ -64,12 +64,12 @@ class Claim:
 
     @property
     def advice(self) -> str:
-        """What to run to decide it."""
+        """The commands to run to decide it."""
         return str(claim_data()["smaller"].get(self.id, self.run))
 
     @property
     def hours(self) -> float:
-        """GPU hours of all that the advice names."""
+        """The GPU hours of all studies that the advice names."""
         named = re.findall(r"[\w-]+", self.advice.replace("benchmark", "bench"))
         return sum(hours for name, hours in claim_data()["hours"].items() if name in named)
 

@@ -1,5 +1,5 @@
-"""What was found, on one page: the answer, every claim with its number, pictures, and what the numbers do
-not say. Made from records alone, so that the same records give the same page."""
+"""The findings on one page: the answer, every claim with its number, pictures, and the limits of the numbers.
+Made from records alone, so that the same records give the same page."""
 
 import os
 import re
@@ -35,7 +35,7 @@ class Picture:
 
 
 def write_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> None:
-    """Write the page and its pictures, which lie in a folder with the page's name."""
+    """Write the page, and its pictures into a folder with the page's name."""
     folder = path.with_suffix("")
     page, pictures = make_page(path, given, verdicts)
     folder.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def write_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> No
 
 
 def make_page(path: Path, given: Collection, verdicts: Sequence[Verdict]) -> tuple[str, list[Picture]]:
-    """The text of the page that will lie at `path`, and its pictures."""
+    """The text of a page at `path`, and its pictures."""
     # A study whose plan was not recorded before its first test result decides nothing, and is not shown.
     planned = [a for a in given.analyses if a.study is not None and not a.unplanned]
     views = [View(analysis, Words("en")) for analysis in planned]
@@ -108,8 +108,8 @@ def _scratch(analysis: Analysis) -> list[Group]:
 
 def _pretrained_here(group: Group) -> bool:
     """Whether its runs start from reference GPTs that were trained before."""
-    ours = any(record.results.get("architecture") == "oelm-gpt" for record in group.records)
-    return ours and not is_reference(group.model)
+    is_gpt = any(record.results.get("architecture") == "oelm-gpt" for record in group.records)
+    return is_gpt and not is_reference(group.model)
 
 
 def _classification_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
@@ -128,8 +128,8 @@ def _robustness_sentence(groups: Iterable[tuple[Analysis, Group]]) -> str:
     for _, group in groups:
         spans = [group.robustness(group.arms[method]) for method in (METHOD, REFERENCE)]
         if group.kind == "share" and all(spans):
-            ours, theirs = (span.ratio for span in spans if span)
-            parts.append(f"{ours:.3g}-fold against {theirs:.3g}-fold on {group.name}")
+            of_method, of_reference = (span.ratio for span in spans if span)
+            parts.append(f"{of_method:.3g}-fold against {of_reference:.3g}-fold on {group.name}")
     what = "Learning rates within one point of a method's best span, `oelm` against `baseline`"
     return f"{what}: {'; '.join(parts) or 'not measured'}."
 
@@ -162,7 +162,7 @@ def _number(verdict: Verdict | Finding) -> str:
 
 
 def _numbers(verdict: Verdict) -> str:
-    """A claim on several settings is measured in each: one number for all of them would be none of theirs."""
+    """The claim's number; for several settings the number of each, as a mean of them would mislead."""
     apart = _apart(verdict)
     if len(apart) < 2:
         void = verdict.number is not None and all(finding.void for finding in verdict.details)
@@ -236,8 +236,9 @@ def _linear_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for group in analysis.groups:
         linear = _linear(group)
-        ours = is_reference(group.model) or _pretrained_here(group)  # others have read more than the task
-        if linear is None or not ours or repeats_recipe(analysis) or not analysis.complete(group):
+        # Other models were pretrained on more text.
+        own = is_reference(group.model) or _pretrained_here(group)
+        if linear is None or not own or repeats_recipe(analysis) or not analysis.complete(group):
             continue
         for arm in group.arms.values():
             if arm.values:
@@ -274,7 +275,7 @@ def _robustness_rows(analysis: Analysis) -> list[dict[str, str]]:
 
 
 def _comparable(group: Group) -> bool:
-    """Whether several arms have runs: of one alone there is nothing to compare yet."""
+    """Whether several arms have runs."""
     return len(group.arms) > 1
 
 
@@ -282,22 +283,25 @@ def _rate_score(group: Group, arm: ArmResult, lr: float) -> str:
     score = arm.lr_scores[lr]
     text = "failed" if score is None else numbers.fixed(100 * score if group.kind == "share" else score, 1)
     missing = len([cell for cell in arm.unevaluated if cell.lr == lr])
-    there = len([run for run in arm.trials if run.lr == lr and run.evaluated])
-    return f"{numbers.learning_rate(lr)}: {text}" + (f" ({there} of {there + missing})" if missing else "")
+    evaluated = len([run for run in arm.trials if run.lr == lr and run.evaluated])
+    return f"{numbers.learning_rate(lr)}: {text}" + (
+        f" ({evaluated} of {evaluated + missing})" if missing else ""
+    )
 
 
 def _lost_rates(group: Group, arm: ArmResult, best: float) -> str:
-    """At each learning rate with any: trials that diverged, are at chance or fell far below the best."""
-    found = []
+    """The learning rates with trials that diverged, are at chance or fell far below the best, and how
+    many."""
+    texts = []
     for lr in arm.lr_scores:
         trials = [run for run in arm.trials if run.lr == lr]
         bad = [run for run in trials if _is_lost(group, run, best)]
         if bad:
-            found.append(f"{numbers.learning_rate(lr)}: {len(bad)} of {len(trials)}")
-    return ", ".join(found) or "none"
+            texts.append(f"{numbers.learning_rate(lr)}: {len(bad)} of {len(trials)}")
+    return ", ".join(texts) or "none"
 
 
-FALLEN = 5.0  # points, or per cent of a perplexity: as far below the best as a collapsed run at least is
+FALLEN = 5.0  # points, or per cent of a perplexity, below the best: the threshold of a collapsed run
 
 
 def _is_lost(group: Group, run: Any, best: float) -> bool:
@@ -310,8 +314,8 @@ def _is_lost(group: Group, run: Any, best: float) -> bool:
 
 
 def _claim_picture(verdict: Verdict, folders: Mapping[str, str]) -> Picture | None:
-    """Every setting's number with its interval, and the published figure where there is one; `folders` are
-    the names of studies' folders, by their titles."""
+    """A picture of every setting's number with its interval and, if there is one, the published figure.
+    `folders`: title of a study -> name of its folder."""
     rows = [f for f in verdict.details if f.number is not None and f.unit != "settings"]
     if not rows:
         return None
@@ -325,15 +329,15 @@ def _claim_picture(verdict: Verdict, folders: Mapping[str, str]) -> Picture | No
     def paint(axes: Any) -> None:
         zero = 1.0 if rows[0].unit == "ratio" else 0.0
         axes.axvline(zero, color=figures.FAINT, lw=1)
-        for place, finding in enumerate(rows):
-            y = len(rows) - 1 - place
+        for index, finding in enumerate(rows):
+            y = len(rows) - 1 - index
             shade = figures.FAINT if finding.void else figures.colour(0)
             if finding.interval:
                 axes.plot(finding.interval, [y, y], color=shade, lw=3, solid_capstyle="butt")
             axes.plot(finding.number, y, "o", ms=8, color=shade, mfc=figures.PAGE if finding.void else shade)
             if finding.published is not None:
                 axes.plot(finding.published, y, "D", ms=7, color=figures.colour(1), mfc="none", mew=1.6)
-            text = f"{names[place]}: {'no verdict' if finding.void else finding.verdict}"
+            text = f"{names[index]}: {'no verdict' if finding.void else finding.verdict}"
             at = axes.get_yaxis_transform()
             axes.text(0, y + 0.24, text, transform=at, va="bottom", color=figures.INK, size=9.5)
         axes.set_ylim(-0.45, len(rows) - 0.1)
@@ -367,7 +371,7 @@ def _view_pictures(view: View) -> list[Picture]:
             label = drawn.label or group.name
             kind = re.sub(r"-\d+$", "", drawn.name)
             file = re.sub(r"[^\w.-]+", "-", f"{study}-{kind}-{label}.svg")
-            legend = {m: place for m, place in view.colours.items() if m in group.arms}
+            legend = {m: index for m, index in view.colours.items() if m in group.arms}
             text = f"{drawn.title}: {label} ({study}). {_legend(legend)}"
             pictures.append(Picture(file, text, alone(drawn)))
     return pictures
@@ -375,11 +379,11 @@ def _view_pictures(view: View) -> list[Picture]:
 
 def _legend(legend: dict[str, int]) -> str:
     names = ("blue", "orange", "green", "pink", "yellow", "light blue", "brown", "grey")
-    return ", ".join(f"{method} {names[place % len(names)]}" for method, place in legend.items())
+    return ", ".join(f"{method} {names[index % len(names)]}" for method, index in legend.items())
 
 
 def alone(figure: Figure) -> str:
-    """A drawing as a file of its own, readable on a light and on a dark page."""
+    """A drawing as an SVG file, readable on light and dark pages."""
     inside = re.sub(r"var\(--\w+, (#\w+)\)", r"\1", str(figure.inside)).replace("currentColor", "#111")
     _, _, width, height = figure.box.split()
     return (

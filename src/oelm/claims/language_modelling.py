@@ -1,8 +1,8 @@
-"""Language modelling on the page of findings: what each arm reaches and costs, and whether a cheap arm is
+"""Language modelling on the page of findings: the perplexity and cost of each arm, and whether a cheap arm is
 near `baseline`.
 
-An arm is cheap if it keeps Q and K frozen in nearly all steps and learns little beside them. Q and K are what
-`oelm` freezes.
+An arm is cheap if it keeps Q and K, all that `oelm` freezes, frozen in nearly all steps and adds few learned
+parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from oelm.study.statistics import holm
 
 METHOD, REFERENCE = "oelm", "baseline"
 NEAR = 5.0  # per cent of baseline's perplexity
-EXTRA = 0.05  # what a cheap arm may learn beside frozen Q and K, as a share of their parameters
+EXTRA = 0.05  # parameters that a cheap arm may learn beyond `oelm`'s, as a share of those of Q and K
 FROZEN = 0.8  # the share of the steps in which a cheap arm has Q and K frozen
 BITS = ("test", "metrics", "bits_per_byte")
 
@@ -25,16 +25,16 @@ Setting = tuple[Analysis, Group]
 
 
 def language_settings(analyses: Iterable[Analysis]) -> list[Setting]:
-    """The settings by perplexity all of whose planned runs are there, the shortest training first."""
-    found = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and a.complete(g)]
-    return sorted(found, key=lambda setting: (setting[1].task, setting[1].model, _steps(setting[1])))
+    """The complete settings that are measured by perplexity, the shortest training first."""
+    settings = [(a, g) for a in analyses for g in a.groups if g.kind == "perplexity" and a.complete(g)]
+    return sorted(settings, key=lambda setting: (setting[1].task, setting[1].model, _steps(setting[1])))
 
 
 def sentences(settings: Sequence[Setting]) -> list[str]:
     """For each setting with a verdict the cheapest arm near baseline, or how far the best is; then how the
     gap of `oelm` changes with the length of training."""
     decided = [(a, g) for a, g in settings if any(c.verdict != "void" for c in a.of_group(g))]
-    found = [sentence for a, g in decided if (sentence := _nearest(a, g))]
+    texts = [sentence for a, g in decided if (sentence := _nearest(a, g))]
     gaps: dict[tuple[str, str], dict[int, Comparison]] = {}
     for analysis, group in settings:
         if (comparison := _comparison(analysis, group, METHOD)) is not None:
@@ -48,8 +48,8 @@ def sentences(settings: Sequence[Setting]) -> list[str]:
             parts = [
                 f"{_above(c)} after {n:,} steps (n = {len(c.differences)})" for n, c in by_length.items()
             ]
-            found.append(f"{what}: {'; '.join(parts)}.")
-    return found
+            texts.append(f"{what}: {'; '.join(parts)}.")
+    return texts
 
 
 def table_rows(settings: Sequence[Setting]) -> list[dict[str, str]]:
@@ -79,16 +79,16 @@ def _comparison(analysis: Analysis, group: Group, method: str) -> Comparison | N
 
 
 def _excess(comparison: Comparison) -> float:
-    """By how many per cent the perplexity is above the reference arm's."""
+    """The excess of the perplexity over the reference arm's, in per cent."""
     assert comparison.combined is not None
     return -comparison.group.shown(comparison.combined.mean)
 
 
 def _above(comparison: Comparison) -> str:
     assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    low, high = (None if end is None else -end for end in (told.high, told.low))
-    return numbers.with_interval(-told.mean, low, high, " %")
+    interval = comparison.group.shown_interval(comparison.combined)
+    low, high = (None if end is None else -end for end in (interval.high, interval.low))
+    return numbers.with_interval(-interval.mean, low, high, " %")
 
 
 def _nearest(analysis: Analysis, group: Group) -> str | None:
@@ -106,12 +106,10 @@ def _nearest(analysis: Analysis, group: Group) -> str | None:
     near = [c for c in _shown_near(analysis) if c in cheap]
     if near:
         first = min(near, key=lambda c: (_trained(c.arm) or 0.0, _excess(c)))
-        return f"{what}, the cheapest shown to be {within} is {_told(first)}."
+        return f"{what}, the cheapest shown to be {within} is {_perplexities(first)}."
     best = min(cheap, key=_excess)
     shown = "" if all(_beyond(c) for c in cheap) else "shown to be "
-    return (
-        f"{what}, none is {shown}within {NEAR:g} % of `{REFERENCE}`'s perplexity; the best is {_told(best)}."
-    )
+    return f"{what}, none is {shown}{within}; the best is {_perplexities(best)}."
 
 
 def _shown_near(analysis: Analysis) -> list[Comparison]:
@@ -135,37 +133,37 @@ def _beyond(comparison: Comparison) -> bool:
     return high is not None and -comparison.group.shown(high) > NEAR
 
 
-def _told(comparison: Comparison) -> str:
+def _perplexities(comparison: Comparison) -> str:
     perplexities = [numbers.fixed(fmean(arm.values), 2) for arm in (comparison.arm, comparison.reference_arm)]
     return f"`{comparison.method}`: {perplexities[0]} against {perplexities[1]}, {_above(comparison)}"
 
 
 def _cheap(group: Group) -> list[ArmResult]:
-    """The arms that have Q and K frozen in nearly all steps and learn little beside them."""
+    """The arms that have Q and K frozen in nearly all steps and add few learned parameters."""
     if METHOD not in group.arms or not group.arms[METHOD].values:
         return []
     reference = _stages(group.arms[METHOD])
     if not reference:
         return []
     qk, most = reference[0]["frozen"], reference[0]["trainable"]
-    found = []
+    cheap = []
     for arm in group.arms.values():
         stages = _stages(arm) if arm.values else []
         frozen = _mean(stages, "frozen", _steps(group))
-        # What a schedule unfreezes is counted by the steps in which it is frozen.
+        # Parameters that a schedule unfreezes are counted by the steps in which they are frozen.
         extra = min((stage["trainable"] for stage in stages), default=0) - most
         if frozen is not None and frozen >= round(FROZEN * qk) and extra <= EXTRA * qk:
-            found.append(arm)
-    return found
+            cheap.append(arm)
+    return cheap
 
 
 def _trained(arm: ArmResult) -> float | None:
-    """How many parameters train, on average over the steps."""
+    """The number of parameters that train, on average over the steps."""
     return _mean(_stages(arm), "trainable", arm.records[0].results.get("steps") or 1)
 
 
 def _stages(arm: ArmResult) -> list[dict[str, Any]]:
-    """The first step of every stage, and how many parameters train and are frozen from it on."""
+    """The first step of every stage, and the numbers of trainable and frozen parameters from it on."""
     parameters = arm.records[0].results.get("parameters") or {}
     return list(parameters.get("stages") or ([{"step": 0, **parameters}] if parameters else []))
 
@@ -179,5 +177,5 @@ def _mean(stages: Sequence[dict[str, Any]], key: str, steps: int) -> float | Non
 
 
 def _steps(group: Group) -> int:
-    """How many steps the runs of a setting have."""
+    """The number of steps of a setting's runs."""
     return next((steps for record in group.records if (steps := record.results.get("steps"))), 1)

@@ -1,7 +1,7 @@
-"""The published recipe on the page of findings: does the published gap come back, and what changes it?
+"""The published recipe on the page of findings: whether repeats show the published gap, and what changes it.
 
-A study repeats a recipe where it gives an arm a learning rate of its own. It decides nothing; its differences
-and their intervals are told beside the published one.
+A study repeats a recipe if it gives an arm a learning rate of its own. It decides nothing; its differences
+and their intervals are listed beside the published one.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from oelm.study.result_types import Analysis, Comparison, Group
 
 def difference(comparison: Comparison) -> str:
     assert comparison.combined is not None
-    told = comparison.group.told(comparison.combined)
-    return numbers.with_interval(told.mean, told.low, told.high)
+    interval = comparison.group.shown_interval(comparison.combined)
+    return numbers.with_interval(interval.mean, interval.low, interval.high)
 
 
 def repeats_recipe(analysis: Analysis) -> bool:
@@ -25,23 +25,23 @@ def repeats_recipe(analysis: Analysis) -> bool:
 
 def recipe_sentences(analyses: Iterable[Analysis]) -> list[str]:
     """For each setting that repeats a recipe: the difference as published, then those of other arms."""
-    found = []
+    sentences = []
     for analysis in analyses:
         for group in analysis.groups if repeats_recipe(analysis) else ():
-            known = [c for c in analysis.of_group(group) if _tells(c)]
+            known = [c for c in analysis.of_group(group) if _compares_methods(c)]
             if analysis.complete(group) and known:
-                found += _told(group, known)
-    return found
+                sentences += _sentences(group, known)
+    return sentences
 
 
-def _tells(comparison: Comparison) -> bool:
-    """Whether it compares the method with the reference method, whatever the arms are called."""
+def _compares_methods(comparison: Comparison) -> bool:
+    """Whether it compares METHOD with REFERENCE, by the arms' methods instead of their names."""
     arms = (comparison.arm, comparison.reference_arm)
     methods = [arm.records[0].config.method.name if arm.records else None for arm in arms]
     return methods == [METHOD, REFERENCE] and comparison.combined is not None
 
 
-def _told(group: Group, known: list[Comparison]) -> list[str]:
+def _sentences(group: Group, known: list[Comparison]) -> list[str]:
     claim = next(claim for claim in data.claim_data()["claims"] if claim["id"] == "C1")
     published = claim["parts"].get(group.task, {}).get("published")
     beside = f"; published: {published:+g}" if published else ""

@@ -1,4 +1,4 @@
-"""What is said beside a verdict: the setting, trivial baselines, controls, growth with the corpus."""
+"""Remarks on a verdict: the setting, trivial baselines, controls, growth with the corpus."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,24 +54,26 @@ def behind_sentences(claim: Claim, setting: Setting) -> list[Sentence]:
 
 
 def control_sentence(claim: Claim, case: Case, gains: bool) -> Sentence:
-    """How the method compares with the control that the claim leaves out. The control explains the gain only
-    if it is better, or equivalent within the claim's margin."""
+    """The comparison of the method with the control arm. The control explains the gain only if it is better,
+    or equivalent within the claim's margin."""
     control, setting = case.part.control, case.setting
     assert control is not None and setting is not None
     templates = data.claim_data()["controls"][control]
     if control not in setting.group.arms:
         return data.fill(templates["absent"])
-    beside = make_case(claim, setting, control)
-    if beside.problem or beside.mean is None:
-        return data.fill(templates["void"], problems=beside.problem or sentence("nothing"))
-    p, p_within = beside.p(0.0), beside.decisive_p()
+    control_case = make_case(claim, setting, control)
+    if control_case.problem or control_case.mean is None:
+        return data.fill(templates["void"], problems=control_case.problem or sentence("nothing"))
+    p, p_within = control_case.p(0.0), control_case.decisive_p()
     differs = p is not None and p < LEVEL
-    equivalent = p_within is not None and p_within < LEVEL and beside.ahead and not beside.collapsed
+    equivalent = (
+        p_within is not None and p_within < LEVEL and control_case.ahead and not control_case.collapsed
+    )
     key = "better" if differs else "open"
-    if equivalent or (differs and beside.mean < 0):
+    if equivalent or (differs and control_case.mean < 0):
         key = "other"
     template = templates.get(key if gains else "plain", templates["plain"])
-    return data.fill(template, what=beside.what, margin=beside.show(case.part.control_margin))
+    return data.fill(template, what=control_case.what, margin=control_case.show(case.part.control_margin))
 
 
 def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Sentence:
@@ -86,8 +88,8 @@ def growth_sentence(tasks: Sequence[str], cases: Sequence[Case]) -> Sentence:
     tests = [stats.ttest_ind(b, a, equal_var=False) for a, b in pairwise(losses)]
     adjusted = statistics.holm([float(test.pvalue) for test in tests])
     clear = [p is not None and p < LEVEL for p in adjusted]
-    for (a, b), test, sure, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
-        if sure and test.statistic < 0:
+    for (a, b), test, significant, p in zip(pairwise(usable), tests, clear, adjusted, strict=True):
+        if significant and test.statistic < 0:
             falls = {"first": a.task, "second": b.task, "p": data.format_p(p)}
             return sentence("growth_no", tasks=names, **falls)
     return sentence("growth_yes" if all(clear) else "growth_open", tasks=names)

@@ -1,4 +1,4 @@
-"""Speed: the step times of two methods, taken in turns by one process, from records of `oelm bench`."""
+"""Speed: the step times of two methods, measured alternately by one process, from records of `oelm bench`."""
 
 import math
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Benchmark:
 
 
 def speed_cases(claim: Claim, benchmarks: Sequence[Benchmark]) -> list[Case]:
-    """The per cent of a step's time that the claim's method saves, in every benchmark of both methods that
-    has a published shape."""
+    """The share of a step's time that the claim's method saves, in per cent, in every benchmark of both
+    methods with a published shape."""
     cases = []
     for part_name, part in claim.parts.items():
         for benchmark in benchmarks:
@@ -47,7 +47,7 @@ def speed_cases(claim: Claim, benchmarks: Sequence[Benchmark]) -> list[Case]:
 
 
 def _model(work: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """What was trained. Older records do not say it: they are of the reference GPT."""
+    """The model that was trained; older records lack it and are of the reference GPT."""
     size = record["settings"]["size"]
     layers, d_model = SIZES.get(size, (0, 0))[:2]
     made: dict[str, Any] = {"name": size, "architecture": "gpt", "layers": layers, "d_model": d_model}
@@ -62,12 +62,12 @@ def _fits(part: ClaimPart, work: dict[str, Any], record: dict[str, Any]) -> bool
 
 def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, work: dict[str, Any]) -> Case:
     windows = {arm["name"]: arm["windows"] for arm in work["arms"]}
-    ours, theirs = (
+    of_method, of_reference = (
         [window["seconds"] / window["steps"] for window in windows[name]]
         for name in (claim.method, claim.reference_arm)
     )
     # Of unequal length where one of them failed in a late round.
-    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=False)]
+    logs = [math.log(a / b) for a, b in zip(of_method, of_reference, strict=False)]
     n, problem = len(logs), None
     if n < FEWEST_ROUNDS:
         problem = sentence("few_rounds", n=n, fewest=FEWEST_ROUNDS)
@@ -78,7 +78,11 @@ def _case(claim: Claim, part_name: str, part: ClaimPart, benchmark: Benchmark, w
         if estimate.low is not None and estimate.high is not None:
             interval = -100 * math.expm1(estimate.high), -100 * math.expm1(estimate.low)
         environment = benchmark.record["environment"]
-        values = {"on": work["name"], "record": benchmark.name, "ms": 1000 * sum(theirs) / len(theirs)}
+        values = {
+            "on": work["name"],
+            "record": benchmark.name,
+            "ms": 1000 * sum(of_reference) / len(of_reference),
+        }
         values["machine"] = environment.get("gpu") or environment.get("cpu")
         values |= describe_number(part, "%", mean, interval, sentence("n_rounds", n=n), 1 - LEVEL)
         what = sentence("time_saved", **claim.names, **values)

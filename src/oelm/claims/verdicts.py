@@ -1,7 +1,7 @@
 """The published claims, judged from records: supported, refuted, in part or not decided.
 
-What is claimed, what decides it and every sentence is data (claims.toml); here are the rules. Most claims are
-a threshold: the mean of a measure over pairs of runs with the same seed is above a figure or not. A claim is
+The claims, their thresholds and all sentences are data (claims.toml); here are the rules. Most claims are a
+threshold: the mean of a measure over pairs of runs with the same seed is above a figure or not. A claim is
 judged on every setting of the records that fits it, over all studies. Holm corrects for all of them, and for
 the parts of the claim that are missing or void, which leave it open.
 """
@@ -26,7 +26,7 @@ from oelm.system.messages import notice
 
 @dataclass(frozen=True)
 class Finding:
-    """What one setting says about a claim; `p` is corrected within the claim."""
+    """The result of one setting on a claim; `p` is corrected within the claim."""
 
     task: str
     model: str
@@ -38,7 +38,7 @@ class Finding:
     unit: str  # of number and interval: "points", "%" or "ratio"
     p: float | None
     void: bool  # whether no conclusion may be drawn
-    why: Sentence  # what decides, or why nothing does
+    why: Sentence  # the deciding numbers, or why there is no decision
     reason: str
     reason_zh: str
     published: float | None = None  # in the same unit
@@ -51,8 +51,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A claim and what the records say about it. Number, interval and n are over all settings, or else those
-    of the setting that decides; `details` holds every setting."""
+    """A claim and its verdict from the records. Number, interval and n are over all settings, or those of the
+    setting that decides; `details` holds every setting."""
 
     id: str
     claim: str
@@ -69,14 +69,14 @@ class Verdict:
     unit: str = ""  # as of a Finding, or "settings"
 
 
-def measured(found: Finding | Verdict, between: str = "to", language: int = 0) -> str:
+def measured(result: Finding | Verdict, between: str = "to", language: int = 0) -> str:
     """The number, its interval and its unit; there must be a number."""
-    assert found.number is not None
-    plain = found.unit in ("ratio", "settings")
-    values = (found.number, *(found.interval or ()))
-    shown = [f"{v:.3g}" if plain else data.format_number(v, found.unit, signed=False) for v in values]
-    ends = f" ({shown[1]} {between} {shown[2]})" if found.interval else ""
-    return f"{shown[0]}{ends} {data.claim_data()['units'][found.unit][language]}"
+    assert result.number is not None
+    plain = result.unit in ("ratio", "settings")
+    values = (result.number, *(result.interval or ()))
+    shown = [f"{v:.3g}" if plain else data.format_number(v, result.unit, signed=False) for v in values]
+    ends = f" ({shown[1]} {between} {shown[2]})" if result.interval else ""
+    return f"{shown[0]}{ends} {data.claim_data()['units'][result.unit][language]}"
 
 
 def judge(analyses: Sequence[Analysis], benchmarks: Sequence[Benchmark] = ()) -> list[Verdict]:
@@ -108,7 +108,7 @@ def _verdict(
     why: Sequence[Sentence] | None = None,
     **numbers: Any,
 ) -> Verdict:
-    """`why` is the reason in a sentence or two; without it, all of the reason is."""
+    """`why` is the reason in a sentence or two, by default the whole reason."""
     steps = [sentence("next", command=claim.advice, hours=claim.hours)] if verdict == NOT_DECIDED else []
     reason, brief = join([*sentences, *steps]), join([*(sentences if why is None else why), *steps])
     return Verdict(
@@ -120,8 +120,8 @@ def _verdict(
 def _threshold(
     claim: Claim, cases: Sequence[Case], fitting: Fitting | None = None, benchmarks: Sequence[Benchmark] = ()
 ) -> Verdict:
-    there, fitting = {"any", *(case.part_name for case in cases)}, fitting or Fitting()
-    missing = list(dict.fromkeys([*(name for name in claim.parts if name not in there), *fitting.planned]))
+    present, fitting = {"any", *(case.part_name for case in cases)}, fitting or Fitting()
+    missing = list(dict.fromkeys([*(name for name in claim.parts if name not in present), *fitting.planned]))
     findings = _decide(claim, cases, len(missing))
     counting = _counting(findings)
     verdict = _combine({f.verdict for f in counting}, bool(missing), claim.one_refutes)
@@ -143,7 +143,7 @@ def _threshold(
 
 
 def _summary(findings: Sequence[Finding]) -> list[Sentence]:
-    """The settings of each verdict; nothing if there is one setting."""
+    """The settings of each verdict; empty for a single setting."""
     if len(findings) == 1:
         return []
     sentences = []
@@ -156,7 +156,7 @@ def _summary(findings: Sequence[Finding]) -> list[Sentence]:
 
 
 def _decide(claim: Claim, cases: Sequence[Case], missing: int) -> list[Finding]:
-    """The finding of each setting. p is corrected for all of them and the missing ones."""
+    """The finding of each setting; p is corrected for all of them and the missing ones."""
     decisive = holm([case.decisive_p() for case in cases], missing)
     gains = holm([case.p(0.0) if case.part.share is not None else None for case in cases], missing)
     findings = []
@@ -210,35 +210,36 @@ def _compare(case: Case, p: float | None, p_gain: float | None) -> tuple[str, li
 
 
 def _counting(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that count: a setting without a conclusion leaves a task and model open only if no other setting
-    of these has one."""
+    """The findings that count: a void one counts only if no other setting of its task and model has a
+    conclusion."""
     usable = {(finding.task, finding.model) for finding in findings if not finding.void}
     return [f for f in findings if not f.void or (f.task, f.model) not in usable]
 
 
 def _still_open(findings: Sequence[Finding], verdict: str) -> list[Sentence]:
-    """The settings of an open claim that no run of their study's plan, or of another task, will decide."""
+    """The sentence on undecided settings of an open claim, which no further run of their study's plan and no
+    other task will decide."""
     names = [f.label for f in findings if f.verdict == NOT_DECIDED and not f.void]
     known = verdict == NOT_DECIDED and names
     return [sentence("still_open", settings=data.listed(dict.fromkeys(names)))] if known else []
 
 
 def _combine(verdicts: set[str], missing: bool, one_refutes: bool) -> str:
-    """Over all parts of a claim: alike, they decide it; a missing or undecided part leaves it open unless
-    others disagree."""
-    seen = verdicts | ({NOT_DECIDED} if missing else set())
-    if REFUTED in seen and one_refutes:
+    """The verdict over all parts of a claim: equal ones decide it; a missing or undecided part leaves it open
+    unless others disagree."""
+    outcomes = verdicts | ({NOT_DECIDED} if missing else set())
+    if REFUTED in outcomes and one_refutes:
         return REFUTED
-    if len(seen) == 1:
-        return seen.pop()
-    if (REFUTED in seen and seen & {SUPPORTED, IN_PART}) or NOT_DECIDED not in seen:
+    if len(outcomes) == 1:
+        return outcomes.pop()
+    if (REFUTED in outcomes and outcomes & {SUPPORTED, IN_PART}) or NOT_DECIDED not in outcomes:
         return IN_PART
     return NOT_DECIDED
 
 
 def _decisive(findings: Sequence[Finding], verdict: str) -> Finding:
-    """The setting that decides: the weakest support, the clearest refutation, the first of others, one that
-    could be tested before one that could not."""
+    """The finding that decides: the weakest support or the clearest refutation; otherwise one that could be
+    tested rather than a void one, with the most runs."""
     alike = [f for f in findings if f.verdict == verdict] or list(findings)
     if verdict in (NOT_DECIDED, IN_PART):
         return min(alike, key=lambda f: (f.void, -f.n))
@@ -250,8 +251,8 @@ def _frozen(claim: Claim, setting: Setting, verdict: str) -> tuple[str, list[Sen
     arm, published = setting.group.arms[claim.method], claim.frozen[setting.architecture]
     if not arm.records:
         return verdict, []
-    counts = arm.records[0].results["parameters"]
-    share = 100 * counts["frozen"] / counts["total"]
+    parameters = arm.records[0].results["parameters"]
+    share = 100 * parameters["frozen"] / parameters["total"]
     sentences = [sentence("frozen", share=share, published=published)]
     if verdict == SUPPORTED and round(share, 1) != published:
         return NOT_DECIDED, [*sentences, sentence("other_share")]
@@ -264,21 +265,22 @@ def _per_hour(verdict: str, benchmarks: Sequence[Benchmark]) -> tuple[str, Sente
     (speed,) = (claim for claim in data.read_claims() if claim.rule == "speed")
     cases = [c for c in speed_cases(speed, benchmarks) if c.part.kind == "lm" and c.part.within is None]
     p_values = holm([case.p(0.0) for case in cases])
-    sure = bool(cases) and all(p is not None and p < LEVEL for p in p_values)
+    significant = bool(cases) and all(p is not None and p < LEVEL for p in p_values)
     faster = all(case.mean is not None and case.mean > 0 for case in cases)
-    key = "hour_open" if not sure else "hour_faster" if faster else "hour_slower"
+    key = "hour_open" if not significant else "hour_faster" if faster else "hour_slower"
     if verdict in (SUPPORTED, IN_PART):
         verdict = {"hour_open": NOT_DECIDED, "hour_faster": verdict, "hour_slower": IN_PART}[key]
     return verdict, sentence(key)
 
 
 def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
-    """Whether settings of one kind of task agree over architectures, and the kinds differ within one."""
+    """The rule "kinds": settings of one kind of task agree over architectures, and the kinds of one
+    architecture differ."""
     known = [setting for setting in fitting.settings if setting.kind in ("classification", "lm")]
-    places = sorted({(setting.architecture, setting.kind) for setting in known})
-    architectures, kinds = [a for a, _ in places], [k for _, k in places]
-    if len(set(architectures)) == len(places) or len(set(kinds)) == len(places):
-        seen = data.listed(f"{a} {k}" for a, k in places) if places else "-"
+    pairs = sorted({(setting.architecture, setting.kind) for setting in known})
+    architectures, kinds = [a for a, _ in pairs], [k for _, k in pairs]
+    if len(set(architectures)) == len(pairs) or len(set(kinds)) == len(pairs):
+        seen = data.listed(f"{a} {k}" for a, k in pairs) if pairs else "-"
         return _verdict(claim, NOT_DECIDED, [sentence("kinds_missing", seen=seen)])
     findings = _decide(claim, [make_case(claim, setting) for setting in known], len(fitting.planned))
     outcomes: dict[str, set[str]] = defaultdict(set)
@@ -304,8 +306,8 @@ def _kinds(claim: Claim, fitting: Fitting) -> Verdict:
 
 
 def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
-    """How many times higher a method's best learning rate is than the reference arm's. One setting is one
-    piece of evidence, whatever its seeds, and a verdict needs several tasks."""
+    """The rule "rates": the ratio of a method's best learning rate to the reference arm's. A setting counts
+    once, whatever its number of seeds, and a verdict needs several tasks."""
     findings = [_rates_finding(claim, setting) for setting in settings]
     ratios = [finding.number for finding in findings if finding.number is not None]
     tasks = {finding.task for finding in findings if finding.number is not None}
@@ -325,7 +327,7 @@ def _learning_rates(claim: Claim, settings: Sequence[Setting]) -> Verdict:
 
 
 def _rates_finding(claim: Claim, setting: Setting) -> Finding:
-    """The ratios that the near-tied learning rates of both arms allow."""
+    """The finding on the ratio of learning rates; its interval covers all near-tied ones of both arms."""
     group, arms = setting.group, setting.arms_of(claim)
     verdict, number, interval = NOT_DECIDED, None, None
     problem, matrix = _trials_problem(claim, setting, arms), group.matrix
@@ -339,10 +341,10 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
         key = {SUPPORTED: "rates_higher", REFUTED: "rates_lower", NOT_DECIDED: "rates_open"}[verdict]
         ends = {"smallest": interval[0], "largest": interval[1], "least": claim.ratio[0]}
         why = sentence(key, **claim.names, number=number, **ends)
-        best, there = (arms[0].lr_scores.get(arm.lr) for arm in arms if arm.lr)
-        if best is not None and there is not None and number != 1:
+        best, at_reference_lr = (arms[0].lr_scores.get(arm.lr) for arm in arms if arm.lr)
+        if best is not None and at_reference_lr is not None and number != 1:
             unit = "points" if group.kind == "share" else "%"
-            lost = data.with_unit(group.points(best) - group.points(there), unit, False)
+            lost = data.with_unit(group.points(best) - group.points(at_reference_lr), unit, False)
             why = join([why, sentence("rates_cost", lost=lost, **claim.names)])
     trials = len({trial.seed for arm in arms for trial in arm.trials})
     reason = join([why, describe_setting(claim, setting)])
@@ -354,7 +356,7 @@ def _rates_finding(claim: Claim, setting: Setting) -> Finding:
 
 
 def _trials_problem(claim: Claim, setting: Setting, arms: Sequence[ArmResult]) -> Sentence | None:
-    """Why the trials of a setting say nothing about the best learning rates."""
+    """Why the trials of a setting allow no conclusion about the best learning rates; None if they do."""
     if problem := rates_problem(setting, arms):
         return problem
     if any(arm.unevaluated for arm in arms) or arms[0].lr_scores.keys() != arms[1].lr_scores.keys():

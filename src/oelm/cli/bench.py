@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from oelm.cli.options import listed, option, seconds_of, takes
+from oelm.cli.options import as_list, option, seconds_of, takes
 from oelm.errors import UserError
 from oelm.system.terminal import say
 
-# Sizes that two cores of a laptop finish in minutes, and that keep a large GPU busy.
+# Settings that finish in minutes on two cores of a laptop, and that keep a large GPU busy.
 ON_CPU: dict[str, Any] = {"max_length": 128, "tokens_per_step": 1024, "steps": 10, "rounds": 3}
 ON_GPU: dict[str, Any] = {"max_length": 512, "tokens_per_step": 65536, "steps": 100, "rounds": 5}
 
@@ -75,7 +75,7 @@ def bench(
 
 
 def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
-    """Run the benchmark with the machine's defaults for flags that were not given."""
+    """Run the benchmark, with the machine's defaults for options that were not given."""
     from oelm.bench.cases import WORKS, Settings
     from oelm.bench.run import run_bench
     from oelm.models.build import default_model
@@ -84,7 +84,7 @@ def measured(given: dict[str, Any], json_file: Path | None) -> dict[str, Any]:
     device = process_state().device
     gpu = device.type == "cuda"
     values = (ON_GPU if gpu else ON_CPU) | {"size": default_model(device), "compile": gpu} | given
-    values |= {"data": tuple(values.get("data", ())), "leave_out": tuple(listed(values["leave_out"]))}
-    values["work"] = WORKS if values["work"] == "all" else tuple(listed(values["work"]))
+    values |= {"data": tuple(values.get("data", ())), "leave_out": tuple(as_list(values["leave_out"]))}
+    values["work"] = WORKS if values["work"] == "all" else tuple(as_list(values["work"]))
     values["stop_after"] = seconds_of(values.get("stop_after"))
     return run_bench(Settings(**values), device, lambda text: say(text, err=True), json_file)

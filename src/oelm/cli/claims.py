@@ -58,24 +58,25 @@ def claims(
 
 
 def show(given: "Collection", verdicts: "list[Verdict]", lang: str) -> None:
-    """Print what was judged, then each claim with its verdict, number and reason, in 80 columns."""
+    """Print the number of studies, runs and benchmarks, then each claim with its verdict, number and reason,
+    in 80 columns."""
     from rich.padding import Padding
     from rich.text import Text
 
     from oelm.claims.data import claim_data, sentence
     from oelm.claims.verdicts import measured
 
-    place = ("en", "zh").index(lang)
+    language = ("en", "zh").index(lang)
     rules, ages = claim_data()["rules"], given.ages
     counts = {"studies": len(given.analyses), "benchmarks": len(given.benchmarks), "runs": sum(ages.values())}
     screen = console(width=80, highlight=False, markup=False, emoji=False)
     dated = rules | {"date": f"{rules['date']:%Y-%m-%d}"}
-    screen.print(Text(sentence("judged", **dated, **counts, **ages)[place]))
+    screen.print(Text(sentence("judged", **dated, **counts, **ages)[language]))
     for problem in given.left_out:
-        screen.print(Text(sentence("left_out", problem=problem)[place]))
+        screen.print(Text(sentence("left_out", problem=problem)[language]))
     for verdict in verdicts:
-        head = f"\n{verdict.id:<4}{claim_data()['verdicts'][verdict.verdict][place]}"
+        head = f"\n{verdict.id:<4}{claim_data()['verdicts'][verdict.verdict][language]}"
         if verdict.number is not None:
-            head += f"   {measured(verdict, '..', place)}   n = {verdict.n}"
+            head += f"   {measured(verdict, '..', language)}   n = {verdict.n}"
         screen.print(Text(head))
-        screen.print(Padding(Text(verdict.why_zh if place else verdict.why), (0, 0, 0, 4)))
+        screen.print(Padding(Text(verdict.why_zh if language else verdict.why), (0, 0, 0, 4)))

@@ -1,4 +1,4 @@
-"""The verb `convert`: a checkpoint in, a converted checkpoint out."""
+"""The verb `convert`: convert a checkpoint and save it."""
 
 import json
 from pathlib import Path

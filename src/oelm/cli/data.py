@@ -9,7 +9,7 @@ import typer
 
 from oelm.cli import options, show
 from oelm.system.terminal import say
-from oelm.training.request import spelled_out
+from oelm.training.request import normalized_options
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and prepare datasets.")
 
@@ -49,7 +49,7 @@ def inspect(
     from oelm.data import TASKS, Choice
     from oelm.data.checks import describe, render
 
-    choice = Choice(name, **spelled_out(given), split_seed=split_seed, hold_out=hold_out)
+    choice = Choice(name, **normalized_options(given), split_seed=split_seed, hold_out=hold_out)
     store = choice.store(show_progress=not as_json)
     report = describe(store)
     say(json.dumps(report, indent=1, ensure_ascii=False) if as_json else render(report))
@@ -84,7 +84,7 @@ def prepare(
     from oelm.data.token_bins import check_bins, write_bins
     from oelm.data.writer import copy_store
 
-    choice = Choice(name, **spelled_out(given), split_seed=split_seed, hold_out=hold_out)
+    choice = Choice(name, **normalized_options(given), split_seed=split_seed, hold_out=hold_out)
     if bins is not None and name in TASKS:  # before the minutes that tokenising takes
         check_bins(name, TASKS[name].kind, bins)
     store = choice.store(show_progress=not as_json)

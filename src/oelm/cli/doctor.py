@@ -1,4 +1,4 @@
-"""The verb doctor: what this machine has, and which fast paths run on it."""
+"""The verb doctor: versions and devices of this machine, and the fast paths that run on it."""
 
 import json
 from typing import Any
@@ -16,21 +16,21 @@ def doctor(as_json: options.AsJson = False) -> None:
 
     from oelm.training.folder import environment
     from oelm.training.resolve import resolve_precision
-    from oelm.training.step import speed_folder
+    from oelm.training.step import speed_package
 
     names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         names.append("mps")
-    speed, devices = speed_folder(), []
+    speed, devices = speed_package(), []
     for device in map(torch.device, [*names, "cpu"]):
-        found: dict[str, Any] = {"device": str(device), "precision": resolve_precision("auto", device)[0]}
+        entry: dict[str, Any] = {"device": str(device), "precision": resolve_precision("auto", device)[0]}
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            found |= {"name": properties.name, "memory_bytes": properties.total_memory}
-            found["compute_capability"] = capability
-        found["why_not"] = None if speed is None else speed.why_not(device)
-        devices.append(found)
+            entry |= {"name": properties.name, "memory_bytes": properties.total_memory}
+            entry["compute_capability"] = capability
+        entry["why_not"] = None if speed is None else speed.why_not(device)
+        devices.append(entry)
     record = environment(torch.device(names[0] if names else "cpu"), 1) | {"devices": devices}
     say(json.dumps(record) if as_json else _text(record))
     if not as_json:

@@ -17,7 +17,7 @@ from oelm.study.catalogue import Experiment, clock, differences, get_experiment,
 from oelm.system.files import read_object
 from oelm.system.terminal import say
 
-WIDTH = 100  # of the table where there is no terminal to ask
+WIDTH = 100  # columns of the table without a terminal
 ITEM = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
 RECIPE = "Recipe, and where it comes from: a report, only the group's scripts, or us"
 
@@ -124,7 +124,7 @@ def _variant(experiment: Experiment) -> str:
 
 
 def _rate(lr: float) -> str:
-    """3e-4 as people write it, not 0.0003 or 3e-04."""
+    """The learning rate as 3e-4, not 0.0003 or 3e-04."""
     mantissa, exponent = f"{lr:e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
@@ -152,8 +152,8 @@ def _render(experiment: Experiment) -> str:
         lines += ["", f"Validation {key.removesuffix('history').strip('_') or 'loss'} by step", *rows]
     for heading, texts in (("Habits", experiment.habits), ("Notes", notes)):
         lines += ["", heading, *(ITEM.fill(text) for text in texts)]
-    if here := _records(experiment):
-        lines += ["", "Records here", *map(_record_line, here)]
+    if records := _records(experiment):
+        lines += ["", "Records here", *map(_record_line, records)]
     lines += ["", "Run it", f"  oelm train {experiment.id} --out runs/{experiment.id}"]
     if experiment.config["training"]["choose_on"] == "test":
         lines.append(f"  oelm train {experiment.id} --fair  # validation held out, tested once")
@@ -162,7 +162,7 @@ def _render(experiment: Experiment) -> str:
 
 def _records(experiment: Experiment) -> list[dict[str, Any]]:
     """The finished runs below runs/ and results/ that repeat the experiment or have its task, model and
-    method. Runs of a folder at one learning rate are one entry: how many, and means."""
+    method. Runs of one folder and learning rate are one entry, with their number and means."""
     from oelm.study.records import find_records
 
     alike: dict[tuple[Any, ...], list[Any]] = {}
@@ -170,10 +170,12 @@ def _records(experiment: Experiment) -> list[dict[str, Any]]:
     for root in (Path("runs"), Path("results")):
         for record in find_records(root, []) if root.is_dir() else ():
             repeats = record.config.experiment == experiment.id
-            kin = record.test is not None and [record.task, record.config.model.name, record.method] == recipe
-            if record.best is not None and (repeats or kin):
-                place = (record.folder,) if repeats else (record.folder.parent, record.lr)
-                alike.setdefault(place, []).append(record)
+            same_recipe = (
+                record.test is not None and [record.task, record.config.model.name, record.method] == recipe
+            )
+            if record.best is not None and (repeats or same_recipe):
+                key = (record.folder,) if repeats else (record.folder.parent, record.lr)
+                alike.setdefault(key, []).append(record)
     entries = []
     for (folder, *_), runs in alike.items():
         entry: dict[str, Any] = {"folder": str(folder), "runs": len(runs), "lr": runs[0].lr}

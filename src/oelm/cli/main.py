@@ -1,6 +1,6 @@
-"""The command line: verbs only. Each parses, calls, prints.
+"""The command line. Each verb parses, calls and prints.
 
-Nothing heavy is imported here: `oelm --help` must not wait for torch.
+Nothing heavy is imported here, so that `oelm --help` does not wait for torch.
 """
 
 import errno
@@ -16,7 +16,7 @@ from oelm.system.library_errors import is_out_of_memory
 from oelm.system.terminal import say
 from oelm.system.version import __version__
 
-UsageError: Any = typer.BadParameter.__base__  # typer brings its own click and does not show this class
+UsageError: Any = typer.BadParameter.__base__  # typer includes its own click and does not export this class
 
 app = typer.Typer(
     name="oelm",
@@ -53,23 +53,24 @@ def root(
     pass
 
 
-# A path that was given and cannot be used, wherever it is first looked at.
+# Errors of a path from the user that cannot be used, wherever they are raised.
 UNUSABLE = (
     errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
     errno.ELOOP, errno.EINVAL,
 )  # fmt: skip
 
 
-STOPPED_AT_ONCE = 130  # the exit code where Ctrl-C left no time to save
+STOPPED_AT_ONCE = 130  # the exit code after Ctrl-C without time to save
 
 
-def _tell(text: str) -> None:
-    """The last line of a command that did not succeed. A very long word is cut."""
+def _print_error(text: str) -> None:
+    """Print the last line of a command that failed; very long words are cut."""
     say("oelm: " + re.sub(r"\S{256,}", lambda match: f"{match[0][:60]}...", text), err=True)
 
 
 def _explain(error: MemoryError | OSError | RuntimeError | ImportError) -> str:
-    """One line on a fault of the machine or a path that cannot be used; anything else is raised again."""
+    """One line on a fault of the machine or on a path that cannot be used; any other error is raised
+    again."""
     if is_out_of_memory(error):
         text = " ".join(str(error).split()) or "no more is available"
         return f"out of memory: {text}; raise the limit (ulimit -v) or ask for less"
@@ -86,25 +87,27 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         if code == STOPPED_AT_ONCE:
-            raise KeyboardInterrupt  # typer has caught it and gives its code
+            raise KeyboardInterrupt  # typer catches it and returns its exit code
         sys.exit(code)
     except UsageError as error:
-        if text := " ".join(error.format_message().split()):  # empty: no arguments, and the help is shown
+        if text := " ".join(error.format_message().split()):  # empty without arguments: the help was shown
             verb = error.ctx.command_path if error.ctx else "oelm"
-            _tell(f"{text.rstrip('.')}; see {verb} --help")
+            _print_error(f"{text.rstrip('.')}; see {verb} --help")
         sys.exit(2)
     except UserError as error:
-        _tell(" ".join(str(error).splitlines()))
+        _print_error(" ".join(str(error).splitlines()))
         sys.exit(2)
     except (AuditError, RunError) as error:
-        _tell(str(error))
+        _print_error(str(error))
         sys.exit(1)
     except Interrupted as reason:
-        _tell(f"{reason}; progress is saved: run the same command again to resume")
+        _print_error(f"{reason}; progress is saved: run the same command again to resume")
         sys.exit(REQUEUE)
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        _tell(_explain(error))
+        _print_error(_explain(error))
         sys.exit(2 if getattr(error, "errno", None) in UNUSABLE else 1)
     except KeyboardInterrupt:
-        _tell("stopped at once by Ctrl-C; what was saved is kept, and the same command goes on from there")
+        _print_error(
+            "stopped at once by Ctrl-C; what was saved is kept, and the same command goes on from there"
+        )
         sys.exit(STOPPED_AT_ONCE)

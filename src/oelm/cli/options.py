@@ -1,4 +1,4 @@
-"""Options that several verbs share, each declared once, and how a verb takes a whole group of them."""
+"""Options that several verbs share, each declared once, and a decorator for groups of them."""
 
 import functools
 import inspect
@@ -13,39 +13,41 @@ import typer
 from oelm.errors import UserError
 from oelm.system.files import check_name
 from oelm.system.plugins import load_plugins
-from oelm.training.request import listed
+from oelm.training.request import as_list
 
 Group = Mapping[str, tuple[Any, Any]]  # an option's name -> its annotation and its default
-LONGEST = 366 * 24 * 3600  # seconds; a timer of the system cannot take any number
+LONGEST = 366 * 24 * 3600  # seconds; the system's timers have a limit
 
 
 def load(plugins: list[str] | None) -> list[str] | None:
-    """Callback of every --plugin: what a plugin adds is known before any other option is looked at."""
+    """Callback of every --plugin: load plugins before other options are parsed, which may name their
+    entries."""
     load_plugins(plugins or ())
     return plugins
 
 
 def new_folder(path: Path | None) -> Path | None:
-    """Callback of every --out: refuse a name that cannot be used before any work is done."""
+    """Callback of every --out: refuse an invalid name before any work is done."""
     if path is not None:
         check_name(path)
     return path
 
 
 def seed_in_64_bits(seed: int) -> int:
-    """Callback of --seed: refuse what PyTorch does not take."""
+    """Callback of --seed: refuse a seed that PyTorch does not accept."""
     if not -(1 << 63) <= seed < 1 << 63:
         raise UserError(f"--seed {seed} has {len(str(abs(seed)))} digits, which is too large")
     return seed
 
 
 def use_gpus(numbers: str | None) -> str | None:
-    """Callback of every --gpu: show this process those GPUs only, of the ones that it may use."""
+    """Callback of every --gpu: make only these GPUs visible to this process, by number among the visible
+    ones."""
     if numbers is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
-            chosen = [int(number) for number in listed(numbers)]
-            names = [listed(visible)[number] for number in chosen] if visible else list(map(str, chosen))
+            chosen = [int(number) for number in as_list(numbers)]
+            names = [as_list(visible)[number] for number in chosen] if visible else list(map(str, chosen))
         except (ValueError, IndexError):
             names = []
         if not names:
@@ -53,7 +55,7 @@ def use_gpus(numbers: str | None) -> str | None:
                 f"--gpu {numbers}: name GPUs by number, such as 0 or 0,1, among those visible here"
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        import torch  # only now: it looks at the variable once
+        import torch  # only now, as it reads the variable once
 
         if torch.cuda.device_count() != len(names):
             raise UserError(f"--gpu {numbers}: there is no such GPU here; see nvidia-smi")
@@ -61,7 +63,7 @@ def use_gpus(numbers: str | None) -> str | None:
 
 
 def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
-    """90s, 9m, 1.5h, or plain seconds."""
+    """The seconds of a time such as 90s, 9m, 1.5h, or a plain number."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
@@ -72,7 +74,7 @@ def seconds_of(text: str | None, option: str = "--stop-after") -> float | None:
 
 
 def option(kind: Any, help: str, *names: str, default: Any = None, **settings: Any) -> tuple[Any, Any]:
-    """An option of a group below: its annotation and its default. Without one it may have no value."""
+    """An option of a group: its annotation and its default; without a default its value may be None."""
     annotation = kind | None if default is None else kind
     return Annotated[annotation, typer.Option(*names, help=help, **settings)], default
 
@@ -83,7 +85,7 @@ Gpu = Annotated[
 
 
 def study_out(default: str = "") -> Any:
-    """`--out` of a study; `default` tells where it is without one, if typer cannot."""
+    """`--out` of a study; `default` is a sentence on its default, where typer does not show it."""
     help = f"The study's folder; an unfinished one is resumed. {default}".strip()
     return typer.Option(help=help, callback=new_folder)
 
@@ -126,7 +128,7 @@ DATA = COLUMNS | {
         str, "Folder of NAME/SPLIT.parquet, or of prepared tasks; default: OELM_DATA_DIR, or hub."
     ),
 }
-# What one run and all runs of a study have.
+# Options of a run, and of all runs of a study.
 RUN = {
     "data": option(
         str, "Your own CSV, TSV, JSONL, Parquet or .txt file, a folder of .txt, a prepared dataset."
@@ -147,7 +149,8 @@ RUN = {
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb groups of options, each in place of a parameter: those that have a value, by name."""
+    """A decorator for verbs: each named parameter is replaced by a group of options, and gets a dict of those
+    that have a value."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)

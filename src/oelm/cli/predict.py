@@ -10,6 +10,7 @@ import typer
 from oelm.cli import options
 from oelm.config import TABLES
 from oelm.errors import UserError
+from oelm.system.startup import without_collection
 from oelm.system.terminal import say
 
 app = typer.Typer()
@@ -55,10 +56,11 @@ def predict(
 
     Examples: oelm predict runs/x mails.csv --text body --out p.csv; echo 'a fine film' | oelm predict runs/x
     """
-    from oelm.data.table_writer import as_json, check_new_table, write_table
-    from oelm.inference import tables
-    from oelm.inference.prediction import open_lines
-    from oelm.inference.predictor import open_trained
+    with without_collection():
+        from oelm.data.table_writer import as_json, check_new_table, write_table
+        from oelm.inference import tables
+        from oelm.inference.prediction import open_lines
+        from oelm.inference.predictor import open_trained
 
     if out is not None:
         check_new_table(out)
@@ -100,7 +102,8 @@ def generate(
 
     Example: oelm generate runs/x 'Once upon a time'
     """
-    from oelm.inference.predictor import open_trained
+    with without_collection():
+        from oelm.inference.predictor import open_trained
 
     trained = open_trained(run, note)
     written = trained.generate(prompt, tokens, temperature, top_k, seed)

@@ -12,6 +12,7 @@ from oelm.cli import options, show
 from oelm.cli.options import option
 from oelm.errors import AuditError, UserError
 from oelm.system.progress import duration
+from oelm.system.startup import without_collection
 from oelm.system.terminal import console, say
 from oelm.training import request
 
@@ -69,9 +70,9 @@ def train(
     run = request.train(experiment, **given, stop_after=stop_after, plugin=plugin or ())
     if results := run.results:  # of the first process only
         if experiment is not None:
-            from oelm.study.catalogue import published_beside
+            from oelm.study.catalogue import compare_with_published
 
-            results = results | {"published": published_beside(run.config, results)}
+            results = results | {"published": compare_with_published(run.config, results)}
         if as_json:
             say(json.dumps(results | {"folder": str(run.folder)}))
         else:
@@ -108,8 +109,9 @@ def evaluate(
     oelm evaluate runs/lm --zero-shot sst2 --template '{text} It was' --labels 'negative= bad,positive= good'.
     What is measured: docs/evaluation.md.
     """
-    from oelm.inference.generation_quality import Writing
-    from oelm.inference.trained import Trained
+    with without_collection():
+        from oelm.inference.generation_quality import Writing
+        from oelm.inference.trained import Trained
 
     if zero_shot is None and (template or labels or columns or limit):
         raise UserError(
@@ -143,7 +145,8 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
 
     Example: oelm audit runs/x
     """
-    from oelm.inference.trained import Trained
+    with without_collection():
+        from oelm.inference.trained import Trained
 
     try:
         checked = Trained(run).audit()  # loading a model audits it, too
@@ -154,13 +157,13 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
-    told = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
-    told += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
-    told += "bit for bit, what they were"
+    text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
+    text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
+    text += "bit for bit, what they were"
     if heads := checked.orthonormal_heads:
         within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
-        told += f"; {heads} blocks are orthonormal to {within}"
-    say(told)
+        text += f"; {heads} blocks are orthonormal to {within}"
+    say(text)
 
 
 @app.command()

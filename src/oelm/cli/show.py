@@ -1,4 +1,4 @@
-"""What verbs print at their end: results as lines and tables, where everything is, and what to do next."""
+"""The output of verbs at their end: results as lines and tables, the folders, and the next commands."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def trained(results: dict[str, Any], folder: Path) -> str:
     """A finished run: its score beside those of the trivial baselines, notes, folders, next commands."""
     metric = results["metric"]
     chosen = "the last one" if results["chosen_on"] == "last" else f"chosen on {results['best']['split']}"
-    measured = results["test"] or results["best"]  # without a test, what validation says
+    measured = results["test"] or results["best"]  # without a test, the best evaluation
     split = measured["split"]
     lines = [
         f"{results['method']} on {results['task']}: {split} {word('metric', metric)} "
@@ -42,7 +42,7 @@ def trained(results: dict[str, Any], folder: Path) -> str:
 
 
 def study(folder: Path) -> str:
-    """A complete study's results, and what to do with any; empty where the folder is no study."""
+    """A complete study's results and the next commands; empty if the folder is not a study."""
     from oelm.models.starts import is_study
     from oelm.study.analysis import analyse, unfinished
     from oelm.study.report.summary import WIDTH, summary
@@ -62,13 +62,13 @@ def study(folder: Path) -> str:
 
 
 def after_study(folder: Path, analysis: "Analysis") -> str:
-    """The command that goes on with a study or, of a finished one, that uses its best model; empty where it
-    has none."""
+    """The command that continues a study or, for a finished one, uses its best model; empty if it has
+    none."""
     from oelm.study.analysis import unfinished
     from oelm.study.kept_models import kept_models
     from oelm.training.predictions import is_published
 
-    if any(is_published(record.folder) for record in analysis.records[:1]):  # nobody goes on with these
+    if any(is_published(record.folder) for record in analysis.records[:1]):  # published records are final
         return ""
     if unfinished(analysis):
         return f"{command('study', '--out', folder)} (goes on with it)"
@@ -87,7 +87,7 @@ def next_line(*commands: str) -> str:
 
 
 def use_of(path: Path, model: Path) -> str:
-    """The command that uses a saved model, a study's or a run's, which is named by its `path`."""
+    """The command that uses a saved `model`; `path` is the run or study by which the command names it."""
     from oelm.data.tasks import task_kind
 
     config = model / "config.json"
@@ -98,19 +98,20 @@ def use_of(path: Path, model: Path) -> str:
 
 
 def command(*words: str | Path) -> str:
-    """A command of ours as it is typed in a shell, whatever characters its paths hold."""
+    """An oelm command, quoted for a shell."""
     return shlex.join(["oelm", *map(str, words)])
 
 
-def _published(theirs: dict[str, Any]) -> list[str]:
-    """The published figures of an experiment beside those of a run that repeats it."""
+def _published(comparison: dict[str, Any]) -> list[str]:
+    """The published figures of an experiment, and those of a run that repeats it."""
     from oelm.study.report.numbers import figure
 
-    keys = ", ".join(theirs["differs_in"])
+    keys = ", ".join(comparison["differs_in"])
     how = f"differs from the published recipe in: {keys}" if keys else "an exact repeat"
-    rows = {name: (figure(row["published"]), figure(row["here"])) for name, row in theirs["beside"].items()}
+    figures = comparison["beside"]
+    rows = {name: (figure(row["published"]), figure(row["here"])) for name, row in figures.items()}
     lines = [f"  {name:<23} {a:>14} {b:>14}" for name, (a, b) in {"": ("published", "here"), **rows}.items()]
-    return [f"{theirs['experiment']}: {how}", *lines]
+    return [f"{comparison['experiment']}: {how}", *lines]
 
 
 def evaluated(answer: dict[str, Any]) -> str:
@@ -123,14 +124,14 @@ def evaluated(answer: dict[str, Any]) -> str:
         rows = [(name, *(pair[side] for side in sides)) for name, pair in generation["measures"].items()]
         given = f"{generation['prompts']:,} {generation['prompts_are']} continued"
         parts.append(f"{given}\n{_table(('', 'generated', 'held-out'), rows)}")
-    if asked := answer.get("zero_shot"):
-        scores = asked["metrics"] | asked["references"]
+    if zero_shot := answer.get("zero_shot"):
+        scores = zero_shot["metrics"] | zero_shot["references"]
         metrics = [name for name in next(iter(scores.values())) if name != "confusion"]
         head = ("score", *(word("metric", name) for name in metrics))
-        named = {score: score for score in asked["metrics"]}  # "mean" is a trivial baseline's name, too
-        named |= {score: word("trivial", score) for score in asked["references"]}
+        named = {score: score for score in zero_shot["metrics"]}  # "mean" is a trivial baseline's name, too
+        named |= {score: word("trivial", score) for score in zero_shot["references"]}
         rows = [(named[score], *(of[name] for name in metrics)) for score, of in scores.items()]
-        parts.append(f"zero-shot on {asked['task']}: {asked['items']:,} items\n{_table(head, rows)}")
+        parts.append(f"zero-shot on {zero_shot['task']}: {zero_shot['items']:,} items\n{_table(head, rows)}")
     return "\n\n".join(parts)
 
 
@@ -141,9 +142,10 @@ def _measured(answer: dict[str, Any], metrics: dict[str, Any], labels: Sequence[
         return text
     confusion, rows = metrics["confusion"], []
     for i, name in enumerate(labels):
-        right, items, said = confusion[i][i], sum(confusion[i]), sum(row[i] for row in confusion)
-        f1 = 2 * right / (items + said) if items + said else 0.0
-        rows.append((name, items, right / said if said else None, right / items if items else None, f1))
+        right, items, predicted = confusion[i][i], sum(confusion[i]), sum(row[i] for row in confusion)
+        f1 = 2 * right / (items + predicted) if items + predicted else 0.0
+        precision, recall = right / predicted if predicted else None, right / items if items else None
+        rows.append((name, items, precision, recall, f1))
     return f"{text}\n\n{_table(('class', 'items', 'precision', 'recall', 'F1'), rows)}"
 
 

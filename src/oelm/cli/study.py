@@ -132,15 +132,15 @@ def publish_records(source: Path, to: Path, as_json: bool) -> None:
 
 
 def describe(study: "Study", out: Path) -> str:
-    """The runs a study will make, with an estimate of time and memory."""
-    from oelm.models.initial_values import drawn_once
+    """The runs a study plans, with an estimate of their time and memory."""
+    from oelm.models.initial_values import sharing_draws
     from oelm.study.conduct import check_methods, estimate_run, make_launcher, prepare_settings, study_time
-    from oelm.study.enough import how_much_is_enough
+    from oelm.study.enough import expected_precision
     from oelm.study.folder import StudyFolder
 
     table = study.table
     settings = prepare_settings(study)
-    with drawn_once():
+    with sharing_draws():
         check_methods(settings)
         estimates = [estimate_run(setting) for setting in settings]
     launcher = make_launcher(study, estimates, out)
@@ -148,7 +148,7 @@ def describe(study: "Study", out: Path) -> str:
     choosing = methods * grid * table.choose_seeds if grid > 1 else 0
     seeds, measured, widens = study.looks[0], methods * study.looks[0], choosing and table.widen
     looks = ", ".join(map(str, study.looks))
-    times, whole, tried = study_time(settings, estimates, launcher, (choosing, measured))
+    times, total, timed_here = study_time(settings, estimates, launcher, (choosing, measured))
     own = "".join(f"; {name} {arm.lr:g}" for name, arm in study.arms.items() if arm.lr)
     lines = [
         f"methods   {', '.join(map(named, study.arms))}",
@@ -165,16 +165,16 @@ def describe(study: "Study", out: Path) -> str:
             f"{' (more where learning rates nearly tie)' if choosing else ''}, "
             f"about {estimate['memory_bytes'] / 1e9:.1f} GB and {duration(seconds)} each"
         )
-    besides = "without a wider grid and near-ties" if tried else "within a factor of two"
+    besides = "without a wider grid and near-ties" if timed_here else "within a factor of two"
     lines.append(
         f"in all    {len(settings) * (choosing + measured)} runs, {launcher.places} side by side: about "
-        f"{duration(whole)} ({besides})"
+        f"{duration(total)} ({besides})"
     )
-    lines += [f"enough    {how_much_is_enough(setting, out)}" for setting in settings]
+    lines += [f"enough    {expected_precision(setting, out)}" for setting in settings]
     keys = {setting.key for setting in settings}
-    there = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
-    if there:
-        lines.append(f"done      {len(there)} of these runs are already in {out}")
+    done = [r for r in StudyFolder(out).records()[0] if r.completed and r.identity.setting in keys]
+    if done:
+        lines.append(f"done      {len(done)} of these runs are already in {out}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Data: from a task's name or a user's file to batches, in five lines.
 
     data = load_task("imdb")                    # or load_file("my.csv", text="body", label="topic")
-    store = prepare(data, tokenizer="gpt2")     # tokenised once, then found in the cache; open_store(folder)
+    store = prepare(data, tokenizer="gpt2")     # tokenised once, then cached; or open_store(folder)
     train = store["train"]
     plan = Plan(train.lengths, batch_size=16, seed=1)
     for epoch, step, batches in plan.schedule(start=0):

@@ -1,4 +1,4 @@
-"""Batches of tensors from a store: gathered from the flat array by index, without a loop over items."""
+"""Batches of tensors from a store, gathered from its flat token array by index, without a loop over items."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,21 +13,21 @@ from oelm.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """How the texts of a batch lie in memory."""
+    """The memory layout of a batch."""
 
-    packed: bool = False  # end to end instead of padded
-    round_widths: bool = False  # training batches have few shapes, as CUDA graphs want it
-    segments: bool = True  # the second text of a pair is marked
+    packed: bool = False  # texts end to end instead of padded
+    round_widths: bool = False  # training batches have few different shapes, as CUDA graphs need one each
+    segments: bool = True  # the second text of a pair is marked in token_type_ids
 
 
 PADDED = Layout()
 
 
 class Packing(NamedTuple):
-    """How one row of N tokens divides into texts: text s is [bounds[s]:bounds[s + 1]].
+    """The texts in one packed row of N tokens: text s is [bounds[s]:bounds[s + 1]].
 
     `bounds` is int32 on the tokens' device; texts of length zero are allowed, so that its size can be fixed.
-    All N tokens belong to a text. `longest` is at least the length of every text.
+    Every token belongs to a text. `longest` is at least the length of every text.
     """
 
     bounds: torch.Tensor
@@ -36,7 +36,7 @@ class Packing(NamedTuple):
 
 @dataclass
 class Batch:
-    """One process's share of a batch, by the names that a Hugging Face model is called with.
+    """One process's share of a batch, under the argument names of Hugging Face models.
 
     Padded: `input_ids`, `attention_mask` (B, L) and, for pairs, `token_type_ids`. Packed: `input_ids`,
     `position_ids` and perhaps `token_type_ids` (1, N), `bounds` (B + 1,): text k is
@@ -57,7 +57,7 @@ class Batch:
         return replace(self, inputs=move(self.inputs), targets=move(self.targets))
 
     def arguments(self) -> dict[str, Any]:
-        """What the model is called with."""
+        """The keyword arguments of the model's forward method."""
         inputs: dict[str, Any] = dict(self.inputs)
         if self.longest is not None:
             inputs["packing"] = Packing(inputs.pop("bounds"), self.longest)
@@ -69,12 +69,13 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    np.copyto(staged.numpy(), tensor.numpy())  # by one thread: torch would start them all and wait
+    np.copyto(staged.numpy(), tensor.numpy())  # by one thread; torch would start all of its threads
     return staged
 
 
 def round_up(n: int) -> int:
-    """The next round size: sixteen in each doubling, but multiples of 128. Few shapes, and little waste."""
+    """The next round size: a multiple of 128, and at most sixteen sizes in each doubling, so that there are
+    few shapes and little padding."""
     return -(-n // _step(n)) * _step(n)
 
 
@@ -82,18 +83,18 @@ def _step(n: int) -> int:
     return max(128, 1 << max(0, (n - 1).bit_length() - 5))
 
 
-def filled(batch: Batch, longest: int, pad_id: int) -> Batch:
-    """The packed batch with tokens and texts added up to round sizes, so that few shapes occur. What is added
-    are texts of at most `longest` padding tokens, then empty ones, with the label IGNORE."""
+def fill_to_round_sizes(batch: Batch, longest: int, pad_id: int) -> Batch:
+    """The packed batch with padding up to round sizes, so that few shapes occur: texts of at most `longest`
+    padding tokens, then empty texts, all with the label IGNORE."""
     tokens, items = batch.tokens, len(batch.ids)
     extra = round_up(tokens) - tokens
     lengths = [longest] * (extra // longest) + ([extra % longest] if extra % longest else [])
-    # Room for as many added texts as a rounding can ever make, so that their number does not vary.
+    # As many texts as the largest rounding needs, so that their number depends on the round sizes alone.
     texts = -(-(items + -(-_step(tokens) // longest)) // 8) * 8
     added = np.full(texts - items, tokens + extra, dtype=np.int32)
     added[: len(lengths)] = tokens + np.cumsum(lengths)
     positions = np.concatenate([np.zeros(0, np.int64), *(np.arange(length) for length in lengths)])
-    # In numpy: torch would start all its threads for these few numbers, and wait for the slowest.
+    # In numpy, as torch would start all of its threads for these few numbers.
     join = lambda tensor, more: torch.from_numpy(np.append(tensor.numpy(), more))  # noqa: E731
     inputs = {
         "input_ids": join(batch.inputs["input_ids"], np.full(extra, pad_id))[None],
@@ -106,15 +107,15 @@ def filled(batch: Batch, longest: int, pad_id: int) -> Batch:
     return replace(batch, inputs=inputs, targets=targets, longest=longest)
 
 
-def _gather(offsets: Array, items: Array) -> tuple[Array, Array]:
-    """Flat places of the items' tokens, and the items' lengths."""
+def _token_indices(offsets: Array, items: Array) -> tuple[Array, Array]:
+    """Flat indices of the items' tokens, and the items' lengths."""
     starts = offsets[items]
     lengths = offsets[items + 1] - starts
     return ranges(starts, lengths), lengths
 
 
 def pad_rows(flat: Array, lengths: Array, fill: int, widest: int | None = None) -> tuple[Array, Array]:
-    """Values that lie end to end as padded rows (B, L), and a mask that is true where there is a value."""
+    """Flat values as padded rows (B, L), and a mask (B, L) that is true where there is a value."""
     longest = int(lengths.max())
     width = longest if widest is None else max(longest, min(round_width(longest), widest))
     real = np.arange(width) < lengths[:, None]
@@ -124,24 +125,24 @@ def pad_rows(flat: Array, lengths: Array, fill: int, widest: int | None = None) 
 
 
 def round_width(n: int) -> int:
-    """The next round width of a padded batch: eight in each doubling, but multiples of 8."""
+    """The next round width of a padded batch: a multiple of 8, at most eight widths in each doubling."""
     step = max(8, 1 << max(0, (n - 1).bit_length() - 4))
     return -(-n // step) * step
 
 
 def packed_batch(split: Split, items: Array, segments: bool = False) -> Batch:
-    """The items of a share, end to end. `segments`: the second text of a pair is marked."""
-    places, lengths = _gather(split.offsets, items)
-    inputs = packed_inputs(split.tokens[places], lengths)
+    """The items of a share, packed. `segments`: mark the second text of a pair."""
+    indices, lengths = _token_indices(split.offsets, items)
+    inputs = packed_inputs(split.tokens[indices], lengths)
     if segments and split.second is not None:
         marks = inputs["position_ids"].numpy()[0] >= np.repeat(split.second[items], lengths)
         inputs["token_type_ids"] = _long(marks)[None]
     targets = {"labels": torch.from_numpy(split.labels[items])} if split.has("labels") else {}
-    return Batch(split.ids[items], inputs, targets, len(places), int(lengths.max()))
+    return Batch(split.ids[items], inputs, targets, len(indices), int(lengths.max()))
 
 
 def packed_inputs(tokens: Array, lengths: Array) -> dict[str, torch.Tensor]:
-    """Texts that lie end to end, as a packed batch has them."""
+    """The inputs of a packed batch, from the texts' tokens end to end and their lengths."""
     ends = np.cumsum(lengths)
     positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
     return {
@@ -152,11 +153,11 @@ def packed_inputs(tokens: Array, lengths: Array) -> dict[str, torch.Tensor]:
 
 
 def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = None) -> Batch:
-    """The items of a share, padded to their own longest; with `widest`, to round widths up to that, so that
-    few shapes occur."""
-    places, lengths = _gather(split.offsets, items)
-    tokens, real = pad_rows(split.tokens[places], lengths, pad_id, widest)
-    batch = Batch(split.ids[items], {}, {}, len(places))
+    """The items of a share, padded to the longest of them or, with `widest`, to a round width of at most
+    that, so that few shapes occur."""
+    indices, lengths = _token_indices(split.offsets, items)
+    tokens, real = pad_rows(split.tokens[indices], lengths, pad_id, widest)
+    batch = Batch(split.ids[items], {}, {}, len(indices))
     batch.inputs |= {"input_ids": torch.from_numpy(tokens), "attention_mask": _long(real)}
     if split.second is not None:
         segments = (np.arange(real.shape[1]) >= split.second[items][:, None]) & real
@@ -166,13 +167,13 @@ def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = N
     if split.has("values"):
         batch.targets["labels"] = torch.from_numpy(np.array(split.values[items]))
     if split.has("tags"):
-        tags, _ = pad_rows(split.tags[places], lengths, IGNORE, widest)
+        tags, _ = pad_rows(split.tags[indices], lengths, IGNORE, widest)
         batch.targets["labels"] = torch.from_numpy(tags)
     if split.has("target_tokens"):
-        places, lengths = _gather(split.target_offsets, items)
-        targets, _ = pad_rows(split.target_tokens[places], lengths, IGNORE, widest)
+        indices, lengths = _token_indices(split.target_offsets, items)
+        targets, _ = pad_rows(split.target_tokens[indices], lengths, IGNORE, widest)
         batch.targets["labels"] = torch.from_numpy(targets)
-        batch.tokens += len(places)
+        batch.tokens += len(indices)
     if split.has("starts"):
         batch.targets |= {side: _long(split.column(f"{side}s")[items]) for side in ("start", "end")}
     return batch
@@ -182,8 +183,8 @@ def padded_batch(split: Split, items: Array, pad_id: int, widest: int | None = N
 class Windows:
     """A stream cut into windows of `size` tokens that do not overlap; each token is predicted once.
 
-    Training leaves out a last window that is not whole; an evaluation (`whole=False`) takes it, so that
-    all tokens but the boundary at the start of the stream are counted exactly once.
+    Training leaves out a shorter last window; an evaluation (`whole=False`) includes it, so that all tokens
+    but the boundary at the start of the stream are counted exactly once.
     """
 
     split: Split
@@ -205,27 +206,27 @@ class Windows:
 
     @property
     def lengths(self) -> Array:
-        """What `Plan` wants to know: all windows count as equally long."""
+        """The lengths for `Plan`: all windows count as equally long."""
         return np.broadcast_to(np.int64(self.size), len(self))
 
     def groups(self) -> Array:
-        """Per window the number of the document in which its first target lies. Documents in which no window
-        begins are not counted."""
+        """For each window, the number of the document that contains its first target. Documents in which no
+        window begins are not numbered."""
         first = np.arange(len(self)) * self.size + 1
         documents = np.searchsorted(self.split.column("documents"), first, side="right")
         return np.unique(documents, return_inverse=True)[1]
 
     def count(self, items: Array) -> int:
-        """How many tokens these windows predict."""
+        """The number of tokens that these windows predict."""
         return int(np.minimum(self.size, len(self.split.tokens) - 1 - items * self.size).sum())
 
     def batch(self, items: Array) -> Batch:
-        """The windows of a share. Labels are the inputs moved by one, IGNORE after the end of the stream: no
-        model needs to shift them again."""
-        places = items[:, None] * self.size + np.arange(self.size + 1)
+        """The windows of a share. Labels are shifted by one already, with IGNORE after the end of the stream,
+        so the model must not shift them again."""
+        indices = items[:, None] * self.size + np.arange(self.size + 1)
         last = len(self.split.tokens) - 1
-        tokens = self.split.tokens[np.minimum(places, last)].astype(np.int64)
-        labels = torch.from_numpy(np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORE))
+        tokens = self.split.tokens[np.minimum(indices, last)].astype(np.int64)
+        labels = torch.from_numpy(np.where(indices[:, 1:] <= last, tokens[:, 1:], IGNORE))
         inputs = {"input_ids": torch.from_numpy(tokens[:, :-1].copy())}
         return Batch(items, inputs, {"labels": labels}, self.count(items))
 

@@ -88,7 +88,7 @@ class Plan:
         budget = self.batch_tokens or 0
         mean = max(1.0, float(self.lengths.mean()))
         steps = int(self.lengths.sum()) // budget
-        # In evaluation all are sorted already: one chunk.
+        # In evaluation all items are sorted already and form one chunk.
         size = len(order) if self.seed is None else max(1, int(_run(steps) * budget / mean))
         done: list[Array] = []
         cuts: list[int] = []  # lengths of batches
@@ -100,8 +100,8 @@ class Plan:
             ends = fill_batches(lengths, budget)
             if start + size < len(order):
                 if len(ends) > 1:
-                    ends.pop()  # its last batch is not full: those items join the next chunk
-            elif len(ends) > 1:  # let the last two batches share their items, so that the last is not a rest
+                    ends.pop()  # the last batch is not full: its items go to the next chunk
+            elif len(ends) > 1:  # balance the last two batches, so that the last one is not small
                 begin, end = (ends[-3] if len(ends) > 2 else 0), ends[-1]
                 last = min((end - begin) // 2, budget // int(lengths[end - 1]))
                 ends[-2] = min(ends[-2], end - last)
@@ -114,12 +114,12 @@ class Plan:
         """Refuse, before the first step, batches that might leave one of `parts` without an item."""
         n = len(self.lengths)
         if self.batch_size is not None:
-            sure = n // -(-n // self.batch_size)
+            guaranteed = n // -(-n // self.batch_size)
         else:
-            sure = min(n, max(1, (self.batch_tokens or 0) // (2 * int(self.lengths.max()))))
-        if sure < parts:
+            guaranteed = min(n, max(1, (self.batch_tokens or 0) // (2 * int(self.lengths.max()))))
+        if guaranteed < parts:
             raise UserError(
-                f"a batch may hold only {sure} item{'s' * (sure > 1)}, too few for {parts} parts "
+                f"a batch may hold only {guaranteed} item{'s' * (guaranteed > 1)}, too few for {parts} parts "
                 "(processes times training.accumulate); use larger batches or fewer parts"
             )
 
@@ -146,8 +146,8 @@ class Plan:
 
 
 def _run(steps: int) -> int:
-    """How many batches are sorted together: a small set has four runs at least, or its batches would have
-    the same members in every epoch."""
+    """How many batches are sorted by length together: at most a quarter of an epoch, as otherwise the batches
+    of a small dataset would have the same members in every epoch."""
     return min(CHUNK, max(1, steps // 4))
 
 
@@ -172,6 +172,7 @@ def _shuffled(batches: Epoch, seed: int, epoch: int) -> Epoch:
 
 
 def ranges(starts: Array, lengths: Array) -> Array:
-    """start, start + 1, ... for `length` numbers, for each pair: the flat places of many items at once."""
+    """start, start + 1, ... (`length` numbers) for each pair, concatenated: the flat indices of many
+    items."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -1,7 +1,7 @@
-"""The tasks known by name, as data: where each is stored, what its columns mean, what its splits are.
+"""The tasks known by name, as data: where each is stored, its columns, its splits.
 
-Splits are fixed, never drawn per seed. `held out` means a part of the training rows, the same for ever
-(a function of the texts alone). GLUE keeps its test labels to itself, so its validation split is our test.
+Splits are fixed, never drawn per seed. `held out` is a part of the training rows that depends on the texts
+alone. GLUE does not publish its test labels, so its validation split is our test split.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,8 @@ NLI = ("entailment", "neutral", "contradiction")
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a dataset lies on the Hugging Face hub. `revision` names a parquet copy where the set itself
-    is a loading script, which `datasets` no longer runs."""
+    """A dataset on the Hugging Face hub. `revision` names a Parquet copy if the dataset itself is a loading
+    script, which `datasets` no longer runs."""
 
     path: str
     config: str | None = None
@@ -28,7 +28,7 @@ class Task:
     splits, or HELD_OUT.
 
     `columns` maps our roles (text, text_pair, label, tokens, tags, ...) to the source's columns;
-    `group` says which rows must not be parted by the held-out split.
+    `group` says which rows must stay together when a split is held out.
     """
 
     name: str
@@ -110,7 +110,7 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """The task of that name; a name that does not exist is answered with those that do."""
+    """The task of that name; the error for an unknown name lists the known ones."""
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}; known: {', '.join(sorted(TASKS))}")
     return TASKS[name]

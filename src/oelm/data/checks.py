@@ -1,4 +1,4 @@
-"""What a prepared dataset looks like: the report behind `oelm data inspect`, from the store alone."""
+"""A report on a prepared dataset, for `oelm data inspect`, from the store alone."""
 
 from typing import Any
 

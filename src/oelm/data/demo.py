@@ -15,8 +15,8 @@ TEST_ITEMS = 3000  # enough for an interval over items of about a point
 
 
 def demo_files() -> tuple[Path, Path]:
-    """The CSVs to train on and to test with, with the columns text and label; written at the first call.
-    Which reviews are tested with is decided by the digests of their texts."""
+    """The CSVs for training and for testing, with the columns text and label; written at the first call. The
+    digests of the texts decide which reviews are in the test file."""
     import pandas
 
     folder = cache_dir() / "demo-reviews"
@@ -31,8 +31,8 @@ def demo_files() -> tuple[Path, Path]:
     )
     chosen = reviews[reviews["source"] == SOURCE]
     table = chosen.assign(label=chosen["label"].map(LABELS))[["text", "label"]]
-    places = table["text"].map(lambda text: sha256(text.encode()).hexdigest()).rank(method="first")
+    ranks = table["text"].map(lambda text: sha256(text.encode()).hexdigest()).rank(method="first")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, rows in zip(paths, (table[places > TEST_ITEMS], table[places <= TEST_ITEMS]), strict=True):
+    for path, rows in zip(paths, (table[ranks > TEST_ITEMS], table[ranks <= TEST_ITEMS]), strict=True):
         write_text(path, rows.to_csv(index=False, lineterminator="\r\n"))
     return paths

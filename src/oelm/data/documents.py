@@ -22,7 +22,7 @@ class DocumentSource(TextSource):
             yield {COLUMN: some}
 
     def _has_gaps(self) -> bool:
-        """Whether a blank line stands between two lines with text. Reads no further than that."""
+        """Whether there is a blank line between two lines with text; reads only up to the first one."""
         text = gap = False
         with self.paths[0].open(encoding="utf-8-sig") as file:
             for line in file:
@@ -63,13 +63,13 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def holds_texts(folder: Path) -> bool:
-    """Whether this is a folder of documents: it has .txt files, and nothing that was prepared."""
+    """Whether this is a folder of documents: it has .txt files and is not a prepared dataset."""
     prepared = (folder / MANIFEST).exists() or holds_bins(folder)
     return folder.is_dir() and not prepared and bool(text_files(folder))
 
 
 def is_text(path: Path) -> bool:
-    """Whether a user's data is plain text: nothing but a language model can be trained on it."""
+    """Whether a user's data is plain text, on which only a language model can be trained."""
     return path.suffix.lower() == ".txt" or holds_texts(path)
 
 

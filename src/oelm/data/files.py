@@ -1,7 +1,7 @@
-"""Reading tables row by row: Parquet, CSV, TSV and JSON lines in chunks, with bounded memory; JSON and CoNLL.
+"""Read tables row by row: Parquet, CSV, TSV, CoNLL and JSON lines in chunks with bounded memory; and JSON.
 Plain text: `oelm.data.documents`.
 
-A file that cannot be read as what its name says is refused in one line that names the file and the row.
+A file that is not of the format that its name says is refused in one line that names the file and the row.
 """
 
 import csv
@@ -25,17 +25,17 @@ CHUNK_ROWS = 256
 
 
 class Source(ABC):
-    """A table that can be read again and again in chunks, and has a digest of its content."""
+    """A table that can be read repeatedly, in chunks, and has a digest of its content."""
 
     def __init__(self, *paths: Path) -> None:
         self.paths, self.name = paths, str(paths[0])
 
     @abstractmethod
     def chunks(self, columns: list[str]) -> Iterator[Chunk]:
-        """The rows, in order; a column that is not there is refused with the names of those that are."""
+        """The rows, in order; the error for a missing column lists the existing ones."""
 
     def names(self) -> list[str]:
-        """The columns of every row; empty where rows may differ."""
+        """The names of the columns; empty if rows may have different ones."""
         return []
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -44,7 +44,7 @@ class Source(ABC):
             yield from (dict(zip(chunk, row, strict=True)) for row in zip(*chunk.values(), strict=True))
 
     def digest(self) -> str:
-        """Of the files' bytes, in this order."""
+        """The SHA-256 of the files, in order."""
         total = hashlib.sha256()
         for path in self.paths:
             with path.open("rb") as file:
@@ -52,7 +52,7 @@ class Source(ABC):
         return total.hexdigest()
 
     def where(self, row: int) -> str:
-        """How a message names a row (counted from 0 here, from 1 there, the header left out)."""
+        """The name of a row in messages, which count from 1 without the header; `row` counts from 0."""
         return f"{self.name}, row {row + 1}"
 
     def _require(self, present: list[str], wanted: list[str]) -> None:
@@ -86,13 +86,13 @@ class ParquetSource(Source):
         pool = pyarrow.default_memory_pool()
         for path in self.paths:
             try:
-                # A buffer instead of whole column chunks: memory stays bounded for one huge row group.
+                # A buffer instead of whole column chunks bounds memory even for one huge row group.
                 with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
                     self._require(file.schema_arrow.names, columns)
                     for batch in file.iter_batches(CHUNK_ROWS, columns=columns, use_threads=False):
                         values = batch.to_pydict()
                         del batch
-                        pool.release_unused()  # or the pool keeps several times what it needs
+                        pool.release_unused()  # otherwise the pool keeps several times as much memory
                         yield values
             except (pyarrow.ArrowException, OSError) as error:
                 if is_out_of_memory(error):
@@ -118,7 +118,7 @@ class TextSource(Source):
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]: ...
 
     def _chunked(self, records: Iterable[tuple[str, dict[str, Any]]], columns: list[str]) -> Iterator[Chunk]:
-        """Chunks of records; each comes with the place that a message names where a column is missing."""
+        """Chunks of records; each record comes with its place for an error message."""
         records = iter(records)
         while some := list(islice(records, CHUNK_ROWS)):
             for place, record in some:
@@ -129,7 +129,7 @@ class TextSource(Source):
             yield {column: [record[column] for _, record in some] for column in columns}
 
     def _check_text(self, value: Any, place: str, column: str) -> None:
-        """Refuse what JSON can say and UTF-8 cannot: half of a surrogate pair, in a text, label or list."""
+        """Refuse half a surrogate pair in a text, label or list, which JSON can encode and UTF-8 cannot."""
         try:
             (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
         except UnicodeEncodeError:
@@ -140,7 +140,7 @@ class TextSource(Source):
 
 
 def check_utf8(path: Path) -> None:
-    """Name the first line that is not UTF-8; the decoder knows only a place in its buffer."""
+    """Raise UserError with the first line that is not UTF-8; the decoder's own error has only an offset."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -158,7 +158,7 @@ class CsvSource(TextSource):
     def names(self) -> list[str]:
         try:
             return next(self._read(lambda file: islice(self._reader(file), 1)), [])
-        except csv.Error:  # `chunks` says where
+        except csv.Error:  # `chunks` raises it with its line
             return []
 
     def _reader(self, file: IO[str]) -> Any:
@@ -190,8 +190,8 @@ class CsvSource(TextSource):
                         f"{self.name}, row {row} (line {line}): {len(fields)} fields where the header has "
                         f"{len(header)}; a text that contains the separator needs quotes around it"
                     )
-            places = {column: header.index(column) for column in columns}
-            yield {column: [fields[at] for _, (_, fields) in chunk] for column, at in places.items()}
+            indices = {column: header.index(column) for column in columns}
+            yield {column: [fields[at] for _, (_, fields) in chunk] for column, at in indices.items()}
 
 
 class RecordSource(TextSource):
@@ -222,7 +222,7 @@ class JsonlSource(RecordSource):
         place = f"{self.name}, line {number}"
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits, too
+        except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
             if number == 1 and line.lstrip().startswith("["):
                 raise UserError(f"{self.name} is one JSON array; write one object per line instead") from None
             raise UserError(f"{place} is not JSON: {first_line(error)}") from None
@@ -250,14 +250,14 @@ class JsonSource(RecordSource):
         yield from ((self.where(row), record) for row, record in enumerate(records))
 
     def _questions(self, documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The questions of SQuAD's own files, one row each, as the hub has them."""
+        """The questions of SQuAD's own files, one row each, in the form of the hub's dataset."""
         try:
             for paragraph in (paragraph for document in documents for paragraph in document["paragraphs"]):
-                for asked in paragraph["qas"]:
-                    right = {
-                        key: [answer[key] for answer in asked["answers"]] for key in ("text", "answer_start")
+                for qa in paragraph["qas"]:
+                    answers = {
+                        key: [answer[key] for answer in qa["answers"]] for key in ("text", "answer_start")
                     }
-                    yield {"question": asked["question"], "context": paragraph["context"], "answers": right}
+                    yield {"question": qa["question"], "context": paragraph["context"], "answers": answers}
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{self.name}: SQuAD's form is data > paragraphs > context and qas > question and answers, "
@@ -266,7 +266,8 @@ class JsonSource(RecordSource):
 
 
 class ConllSource(TextSource):
-    """CoNLL's columns: a word and its tags a line, the last of them the tag; a blank line ends a sentence."""
+    """CoNLL's format: each line is a word and its columns, the last of which is the tag; a blank line ends a
+    sentence."""
 
     def _rows(self, file: IO[str], columns: list[str]) -> Iterator[Chunk]:
         self._require(["tokens", "tags"], columns)
@@ -295,8 +296,8 @@ class ConllSource(TextSource):
 
 
 def open_file(path: str | Path, tagged: bool = False) -> Source:
-    """The reader for a user's file, by its name, or for a folder of .txt files. A .txt file holds documents,
-    or CoNLL's columns if `tagged`."""
+    """The source for a user's file, by its suffix, or for a folder of .txt files. A .txt file holds documents
+    or, if `tagged`, CoNLL's columns."""
     from oelm.data.documents import DocumentSource, FolderSource, holds_texts
 
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Labels: the classes of a known task, or those a user's column turns out to hold."""
+"""Labels: the classes of a catalogued task, or those found in a user's column."""
 
 import math
 import re
@@ -13,9 +13,9 @@ from oelm.errors import UserError
 from oelm.system.messages import Notice, notice
 
 UNLABELLED = -1
-# A whole number as people write one. What only a computer takes for a number (01, 1_0, 1e5) is a code.
+# A whole number in its usual form. Others that Python would accept (01, 1_0, 1e5) count as codes.
 WHOLE = re.compile(r"([+-]?)(0|[1-9][0-9]*)(\.0*)?")
-MAYBE_MISSING = ("na", "n/a", "#n/a", "<na>", "none", "null")  # how programs write that there is no value
+MAYBE_MISSING = ("na", "n/a", "#n/a", "<na>", "none", "null")  # as programs write a missing value
 
 
 def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> np.ndarray:
@@ -35,9 +35,9 @@ def known_labels(values: list[Any], names: tuple[str, ...], source: Source) -> n
 def user_labels(values: list[Any], source: Source, column: str, as_names: bool = False) -> list[str]:
     """A user's labels as class names, one spelling per class (1, "1" in CSV and 1.0 are "1").
 
-    Strings are numbers only where all of them are whole (`WHOLE`) and, with `as_names`, not even then:
-    else they are names and stay as they are, so that codes such as 01 and 1 are two classes. Missing labels,
-    lists (multi-label), fractions (regression) and mixed types are refused by name.
+    Strings count as numbers only if all of them are whole (`WHOLE`), and never with `as_names`. Otherwise
+    they are names and stay as they are, so that codes such as 01 and 1 are two classes. Missing labels, lists
+    (multi-label), fractions (regression) and mixed types are refused, each with its own message.
     """
     kinds: dict[str, int] = {}
     for row, value in enumerate(values):
@@ -58,7 +58,7 @@ def user_labels(values: list[Any], source: Source, column: str, as_names: bool =
         given = [Decimal(name) for name in names]
     except InvalidOperation:
         return names
-    for row, number in enumerate(given):  # numbers throughout: a fraction was measured
+    for row, number in enumerate(given):  # all are numbers, so a fraction means regression
         if number != number.to_integral_value() if number.is_finite() else numbers:
             raise UserError(
                 f"{source.where(row)}: label {values[row]!r} in column {column!r} is not a whole number, so "
@@ -68,7 +68,7 @@ def user_labels(values: list[Any], source: Source, column: str, as_names: bool =
 
 
 def _label_kind(value: Any, place: str, column: str) -> str:
-    """The kind of a label, or a refusal that names its row."""
+    """The type of a label in words; UserError, with its row, if it cannot be a class."""
     text = value.strip() if isinstance(value, str) else None
     missing = value is None or (isinstance(value, float) and math.isnan(value))
     if missing or (text is not None and text.lower() in ("", "nan")):
@@ -94,13 +94,13 @@ def all_whole(names: Iterable[str]) -> bool:
 
 
 def whole_number(name: str) -> str:
-    """The one spelling of a whole number, digit by digit: a float would round large ones."""
+    """The canonical spelling of a whole number; made from its digits, as a float would round large ones."""
     sign, digits = WHOLE.sub(r"\1 \2", name).split(" ")
     return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 
 def class_names(labels: list[str], source: Source, column: str) -> list[str]:
-    """The classes in a fixed order: numbers by value, names by letter. Too many of them are refused."""
+    """The classes in a fixed order: numbers by value, names alphabetically. Too many classes are refused."""
     names = set(labels)
     if len(names) > max(100, len(labels) // 10):
         raise UserError(
@@ -113,7 +113,7 @@ def class_names(labels: list[str], source: Source, column: str) -> list[str]:
 
 
 def missing_warning(names: list[str]) -> Notice | None:
-    """A warning about labels such as "n/a", which may mean that there is none; they are kept as classes."""
+    """A warning about labels such as "n/a" that may stand for a missing label; they are kept as classes."""
     counts = {name: names.count(name) for name in sorted(set(names)) if name.lower() in MAYBE_MISSING}
     if not counts:
         return None

@@ -1,9 +1,9 @@
-"""store.json of a prepared dataset, and whether its files are still what it says.
+"""store.json, the manifest of a prepared dataset, and the check that its files still match it.
 
 `checksums` holds the SHA-256 of every file and `digest` that of store.json itself, so a changed label, token
-or class name is found when a process first opens the dataset. SHA-256 is the fastest of hashlib's where the
-processor knows it, as most do: benchmarks/data.json has the time it takes. A large dataset that was whole is
-remembered in the cache folder, so that the next process reads it again only if a file has changed.
+or class name is detected when a process first opens the dataset. SHA-256 is hashlib's fastest on processors
+with instructions for it, as most have: benchmarks/data.json has the time it takes. A large dataset that was
+intact is remembered in the cache folder, so that the next process checks it again only if a file has changed.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from oelm.system.messages import Notice, notice
 FORMAT = 3
 MANIFEST = "store.json"
 AGAIN = "prepare the data again"
-LARGE = 1 << 28  # bytes; fewer are checked by every process, in a fifth of a second
-SETTLED = 2.0  # seconds after which a file's times show another change: file systems count in coarse ticks
+LARGE = 1 << 28  # bytes; a smaller dataset is checked by every process, in a fifth of a second
+SETTLED = 2.0  # seconds after which a further change surely changes a file's times, which have coarse ticks
 
 
 class Damaged(UserError):
-    """A prepared dataset that cannot be used and can be made again."""
+    """Raised for a prepared dataset that cannot be used but can be made again."""
 
     def __init__(self, problem: Notice) -> None:
         super().__init__(f"{problem}; {AGAIN}")
@@ -43,7 +43,7 @@ def seal(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What store.json says, where the dataset is whole: every file as it was written."""
+    """The values of store.json, after every file was checked; `Damaged` if one was changed or is missing."""
     path = folder / MANIFEST
     if not path.exists():
         raise UserError(f"{folder} is not a prepared dataset: it has no {MANIFEST}")
@@ -51,8 +51,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))
     if meta.get("format") != FORMAT:
-        there = repr(meta.get("format"))
-        raise Damaged(notice("file.other_format", path=folder, found=there, known=FORMAT))
+        found = repr(meta.get("format"))
+        raise Damaged(notice("file.other_format", path=folder, found=found, known=FORMAT))
     if meta.get("digest") != digest(meta):
         raise Damaged(notice("file.changed", path=path))
     checksums = meta["checksums"].items()
@@ -62,8 +62,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> None:
-    """Compare every file with its checksum; once in a process, a large dataset once on a machine, unless its
-    state has changed."""
+    """Compare every file with its checksum: once per process, and for a large dataset once per machine, until
+    a file's state changes."""
     mark = cache_dir() / "verified" / hashlib.sha256(repr((folder.resolve(), files)).encode()).hexdigest()
     if mark.exists():
         return
@@ -84,7 +84,7 @@ def _verify(folder: Path, files: tuple[tuple[str, str, tuple[int, ...]], ...]) -
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Size, place and times of a file. The last one, of its latest change of any kind, no program can set."""
+    """Size, device, inode and times of a file. Programs cannot set the last one, the time of any change."""
     try:
         status = os.stat(path)
     except OSError:
@@ -95,7 +95,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """The SHA-256 of a record, its own `digest` left out."""
+    """The SHA-256 of a record without its own `digest`."""
     rest = {key: value for key, value in record.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""From a choice of data to a store: tokenise every row once and write it down, or find that it was done."""
+"""Prepare a choice of data: tokenise every row once and write a store, or open the one in the cache."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -31,11 +31,11 @@ from oelm.system.files import cache_dir, folder_name, read_object
 from oelm.system.messages import notice
 from oelm.system.progress import Display
 
-VERSION = 1  # of what the encoders write: part of every fingerprint
+VERSION = 1  # of the encoders' output; part of every fingerprint
 
 
 class Lengths(NamedTuple):
-    """Where texts are cut, in tokens: `max_length` and `max_target_length`."""
+    """The lengths, in tokens, at which texts are cut: `max_length` and `max_target_length`."""
 
     text: int
     target: int
@@ -50,10 +50,10 @@ def prepare(
     cache: str | Path | None = None,
     show_progress: bool = False,
 ) -> Store:
-    """The store of a dataset under a tokenizer: from the cache where it is there, made otherwise.
+    """The store of a dataset with a tokenizer, from the cache if it is there, made otherwise.
 
     `tokenizer` is a name ("gpt2"), a folder, a hub id, or "train:8192" (learned from the train split).
-    Targets are cut at `max_target_length`, or where that is None at `max_length` as their sources are.
+    Targets are cut at `max_target_length` or, if that is None, at `max_length` as their sources are.
     """
     max_target_length = max_length if max_target_length is None else max_target_length
     size = trained_size(tokenizer)
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     part: Part
     split: str
     numbers: np.ndarray  # in the part
-    ids: np.ndarray  # a row's number in its source; sources of one role are counted through
+    ids: np.ndarray  # a row's number in its source, counted on through all sources of one role
     columns: Chunk
 
     def bytes(self, *roles: str) -> int:
@@ -102,10 +102,10 @@ def split_chunks(dataset: Dataset, show: bool) -> Iterator[Rows]:
                 size = len(next(iter(chunk.values())))
                 codes = part.split[first : first + size]
                 for code, split in enumerate(SPLITS):
-                    places = np.flatnonzero(codes == code)
-                    if len(places):
-                        picked = {role: [values[i] for i in places] for role, values in chunk.items()}
-                        rows = first + places
+                    indices = np.flatnonzero(codes == code)
+                    if len(indices):
+                        picked = {role: [values[i] for i in indices] for role, values in chunk.items()}
+                        rows = first + indices
                         yield Rows(part, split, rows, counted[part.role] + rows, picked)
                 done += size
                 display.advance(done)
@@ -120,12 +120,12 @@ def write_items(
     show: bool,
     only_measured: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Write the items of every split. `dtypes` are the columns that this kind adds to those of all, and
-    `only_measured` those that train does not have; `encode` gives what `SplitWriter.append` takes, and for
-    the splits that are measured `right_texts`."""
-    of_all = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
-    columns = dict.fromkeys(dataset.splits, of_all | dtypes | (only_measured or {}))
-    columns["train"] = of_all | dtypes
+    """Write the items of every split. `dtypes` are this kind's columns besides the common ones, and
+    `only_measured` those that train does not have. `encode` returns the arguments of `SplitWriter.append`
+    and, for splits that are evaluated on, `right_texts`."""
+    common = {"offsets": np.uint64, "ids": np.uint32, "groups": np.uint32}
+    columns = dict.fromkeys(dataset.splits, common | dtypes | (only_measured or {}))
+    columns["train"] = common | dtypes
     with split_writers(folder, columns) as writers:
         for rows in split_chunks(dataset, show):
             items = {"ids": rows.ids, "groups": rows.part.numbers[rows.numbers]} | encode(rows)
@@ -167,8 +167,8 @@ def _manifest(
 
 @dataclass(frozen=True)
 class Choice:
-    """`data` is a task's name, a file, a folder of .txt files or of a prepared store; the rest says how to
-    read it.
+    """A choice of data: `data` is a task's name, a file, or a folder of .txt files, token files or a prepared
+    store; the other fields say how to read it.
 
     `tokenizer=None` means gpt2 for a task and train:8192 for a file.
     """
@@ -231,15 +231,15 @@ class Choice:
         return prepare(self.load(), tokenizer=tokenizer, **lengths, cache=cache, show_progress=show_progress)
 
     def named(self) -> dict[str, Any] | None:
-        """What decides the prepared dataset of a named task, besides its tokenizer; None for a file."""
+        """The values that, besides the tokenizer, decide a named task's prepared dataset; None for a file."""
         if self.data not in TASKS:
             return None
         names = ("data", "train_on", "train_size", "hold_out", "max_length", "max_target_length")
         return {name: getattr(self, name) for name in names}
 
     def _prepared(self, tokenizer: str) -> Store | None:
-        """A dataset in the data folder that `oelm data prepare --out` made of this choice, where the original
-        files are not: training then needs neither them nor a network."""
+        """The dataset that `oelm data prepare --out` made of this choice, in the data folder; None if the
+        original files are there. Training then needs neither these nor a network."""
         wanted, root = self.named(), find_data_dir(self.data_dir)
         if wanted is None or root is None or any((root / TASKS[self.data].folder).glob("*.parquet")):
             return None
@@ -249,10 +249,14 @@ class Choice:
             tokens, known = meta["tokenizer"], meta.get("prepared_as") or {}
             if known.get("data") != self.data:
                 continue
-            pairs = [(key, known.get(key), value) for key, value in wanted.items()]
+            compared = [(key, known.get(key), value) for key, value in wanted.items()]
             if not _same_tokenizer(tokens, tokenizer):
-                pairs.append(("tokenizer", tokens["name"], tokenizer))
-            differ = [f"{key} {_told(has)}, not {_told(asked)}" for key, has, asked in pairs if has != asked]
+                compared.append(("tokenizer", tokens["name"], tokenizer))
+            differ = [
+                f"{key} {_or_none(has)}, not {_or_none(requested)}"
+                for key, has, requested in compared
+                if has != requested
+            ]
             if not differ:
                 return open_store(path.parent)
             others.append((len(differ), f"{path.parent} was prepared with {' and '.join(differ)}"))
@@ -261,12 +265,12 @@ class Choice:
         return None
 
 
-def _told(value: Any) -> str:
+def _or_none(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
 def _same_tokenizer(recorded: dict[str, Any], name: str) -> bool:
-    """Whether a dataset was prepared with this tokenizer, perhaps from a folder that lay elsewhere."""
+    """Whether a dataset was prepared with this tokenizer, whose folder may have had another path."""
     if recorded["name"] == name or trained_size(name):
         return bool(recorded["name"] == name)
     with contextlib.suppress(UserError):

@@ -1,7 +1,7 @@
-"""Seeded order by arithmetic alone: the same on every machine and with every version of numpy.
+"""Seeded order by hashing: the same on every machine and with every version of numpy.
 
-numpy does not promise that a generator's stream survives an upgrade; a hash of (seed, item) does, so a
-resumed run, a fixed split and a nested subset stay what they were.
+numpy does not promise that a generator's stream stays the same in later versions. A hash of (seed, item)
+does, so that a resumed run, a fixed split and a nested subset never change.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ def shuffle_keys(values: Array, *seeds: int) -> Array:
 
 
 def permutation(n: int, *seeds: int) -> Array:
-    """The numbers 0..n-1 in an order that the seeds alone decide."""
+    """The numbers 0..n-1 in an order that depends only on n and the seeds."""
     return np.argsort(shuffle_keys(np.arange(n, dtype=np.uint64), *seeds), kind="stable")
 
 
 def text_key(*texts: str) -> int:
-    """A 64-bit key of a text or pair: equal texts have equal keys, wherever they stand."""
+    """A 64-bit hash of a text or pair."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         digest.update(text.encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""From a task's name or a user's file to a Dataset: every row read, checked and assigned to a split."""
+"""Load a named task or a user's file as a Dataset: read and check every row and assign it to a split."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from oelm.errors import UserError
 from oelm.system.hub import hub_host, hub_reachable
 from oelm.system.library_errors import first_line
 
-SHARE = 0.1  # of a user's file that validation takes and, without a test file, test
+SHARE = 0.1  # of a user's file for validation and, without a test file, for test
 
 
 class HubSource(Source):
@@ -33,14 +33,14 @@ class HubSource(Source):
 
 
 def split_files(data_dir: Path, task: Task, split: str) -> list[Path]:
-    """The files of a task's split below a data folder; none where it is not there."""
+    """The files of a task's split below a data folder; empty if it is not there."""
     whole = data_dir / task.folder / f"{split}.parquet"
     # The hub's names for a table in several files.
     return [whole] if whole.is_file() else sorted(whole.parent.glob(f"{split}-*.parquet"))
 
 
 def _source(task: Task, split: str, data_dir: Path | None) -> Source:
-    """A split of a task: from the folder where one is given, from the hub otherwise."""
+    """A split of a task, from the data folder if one is given, otherwise from the hub."""
     if data_dir is not None:
         if paths := split_files(data_dir, task, split):
             return ParquetSource(*paths)
@@ -51,12 +51,12 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
     if task.hub is None:
         raise UserError(f"{task.name} is not on the hub; name the folder that holds it with OELM_DATA_DIR")
     if not (online := hub_reachable()):
-        os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when datasets is imported: the cache, and no waiting
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # read at the import: use the cache without network timeouts
     import datasets
 
     try:
         table = datasets.load_dataset(task.hub.path, task.hub.config, revision=task.hub.revision, split=split)
-    except Exception as error:  # whatever the network or the hub may answer
+    except Exception as error:  # the network, the hub and datasets raise many kinds
         why = first_line(error) if online else f"it is not in the cache, and {hub_host()} cannot be reached"
         hint = "name a folder that holds it with --data-dir or OELM_DATA_DIR"
         raise UserError(f"{task.name} cannot be loaded from the hub: {why}; {hint}") from None
@@ -64,7 +64,7 @@ def _source(task: Task, split: str, data_dir: Path | None) -> Source:
 
 
 def find_data_dir(data_dir: str | Path | None) -> Path | None:
-    """The folder given, or the one OELM_DATA_DIR names; None means the hub."""
+    """The given data folder, or the one in OELM_DATA_DIR; None: load from the hub."""
     value = data_dir or os.environ.get("OELM_DATA_DIR")
     if not value:
         return None
@@ -106,14 +106,14 @@ def load_task(
         dataset.identity["separate"] = task.separate or "articles"
         return dataset
     for part in parts:
-        data.survey(dataset, part)
+        data.read_rows(dataset, part)
     drop = any(other.drop_unlabelled for other in (task, *trained))
     kind.read_task(dataset, replace(task, drop_unlabelled=drop))
     for role in held:
         data.hold_out(dataset, role, task.held_out, HOLD_OUT_SEED, task.group)
     if train_size is not None:
-        data.cut_train(dataset, train_size, HOLD_OUT_SEED)
-    data.finish(dataset)
+        data.take_train_subset(dataset, train_size, HOLD_OUT_SEED)
+    data.check_and_number(dataset)
     return dataset
 
 
@@ -151,12 +151,12 @@ def load_file(
     Without `hold_out` the rows of the validation part stay in train.
     """
     plain = "lm" if is_text(Path(path)) else "classification"
-    of = task_kind(kind or ("seq2seq" if target else plain))
-    if target and not of.writes:
+    chosen = task_kind(kind or ("seq2seq" if target else plain))
+    if target and not chosen.writes:
         raise UserError(
-            f"target is the column of a text to be written (seq2seq); it does not go with {of.name}"
+            f"target is the column of a text to be written (seq2seq); it does not go with {chosen.name}"
         )
-    columns = of.file_columns(text, text_pair, label, target)
+    columns = chosen.file_columns(text, text_pair, label, target)
     tagged = "tokens" in columns
     parts = [Part(open_file(path, tagged), columns, "train")]
     names = parts[0].source.names()
@@ -171,19 +171,23 @@ def load_file(
     if not hold_out:
         del held["validation"]
     identity: dict[str, Any] = {"held_out": held, "split_seed": split_seed, "train_size": train_size}
-    if metric not in (None, *of.metrics):
-        raise UserError(f"{of.name} has no metric {metric!r}; it has: {', '.join(of.metrics)}")
-    if metric not in (None, of.metric):
+    if metric not in (None, *chosen.metrics):
+        raise UserError(f"{chosen.name} has no metric {metric!r}; it has: {', '.join(chosen.metrics)}")
+    if metric not in (None, chosen.metric):
         identity["metric"] = metric
-    dataset = Dataset(Path(path).stem, of.name, parts, metric or of.metric, [], identity, held_out=held)
+    dataset = Dataset(
+        Path(path).stem, chosen.name, parts, metric or chosen.metric, [], identity, held_out=held
+    )
     for part in parts:
-        data.survey(dataset, part, whole_pairs=text_pair is not None or (of.by_source and not of.writes))
+        data.read_rows(
+            dataset, part, whole_pairs=text_pair is not None or (chosen.by_source and not chosen.writes)
+        )
         if not len(part.keys):
             raise UserError(f"{part.source.name} has no rows")
-    of.read_file(dataset, len(held) + 1)
+    chosen.read_file(dataset, len(held) + 1)
     for role, share in held.items():
-        data.hold_out(dataset, role, share, split_seed, "text" if of.by_source else None)
+        data.hold_out(dataset, role, share, split_seed, "text" if chosen.by_source else None)
     if train_size is not None:
-        data.cut_train(dataset, train_size, split_seed)
-    data.finish(dataset)
+        data.take_train_subset(dataset, train_size, split_seed)
+    data.check_and_number(dataset)
     return dataset

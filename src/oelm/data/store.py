@@ -1,6 +1,6 @@
 """A prepared store: one folder with everything training needs, readable without the original data.
 
-    store.json                what it is: task, kind, labels, tokenizer, counts, warnings, checksums
+    store.json                its manifest: task, kind, labels, tokenizer, counts, warnings, checksums
     tokenizer/                as transformers saves it
     <split>.tokens.npy        all texts end to end, two bytes a token where the vocabulary fits
     <split>.<column>.npy      offsets, labels, ids, groups, ... one value per item (or per token)
@@ -41,7 +41,7 @@ class Split:
     offsets = _in_memory("offsets")  # where each item starts in `tokens`; last, where the last one ends
     labels = _in_memory("labels")  # one class per item (classification)
     values = _mapped("values")  # one number per item (regression)
-    ids = _in_memory("ids")  # per item its row in the source; rows of several sources are counted through
+    ids = _in_memory("ids")  # per item its row in the source, counted on through several sources
     groups = _in_memory("groups")  # one number per item: items with the same number belong together
     tags = _mapped("tags")  # one per token, IGNORE where it is not the first of its word
     target_tokens = _mapped("target_tokens")  # all targets end to end (sequence to sequence)
@@ -82,7 +82,7 @@ class Split:
         return int(self.meta["bytes"])
 
     def right_texts(self) -> dict[int, dict[str, Any]]:
-        """By id: the texts that an evaluation compares with (question answering, sequence to sequence)."""
+        """Item id -> the reference texts of an evaluation (question answering, sequence to sequence)."""
         with (self.folder / f"{self.name}.references.jsonl").open(encoding="utf-8") as file:
             return {record["id"]: record for record in map(json.loads, file)}
 
@@ -114,7 +114,7 @@ class Store:
         return self.splits[split]
 
     def used_tokens(self) -> Array:
-        """For every number of the vocabulary, whether it occurs in any split or as padding."""
+        """For every token of the vocabulary, whether it occurs in any split or as padding."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for split in self.splits.values():
             for column in ("tokens", "target_tokens"):
@@ -124,7 +124,7 @@ class Store:
         return counts > 0
 
     def tokenizer(self) -> Any:
-        """The tokenizer the store was made with, as transformers loads it: one object, not to be changed."""
+        """The tokenizer the store was made with; one shared object, which must not be changed."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(str(self.folder / "tokenizer"))
         return self._tokenizer
@@ -138,5 +138,5 @@ def count_tokens(tokens: Array, vocabulary: int) -> Array:
 
 
 def open_store(folder: str | Path) -> Store:
-    """Open a prepared store, wherever it was copied to; its files are checked when a process first does."""
+    """Open a prepared store from any folder; its files are checked at the first opening in a process."""
     return Store(Path(folder), read_manifest(Path(folder)))

@@ -29,8 +29,8 @@ def check_new_table(path: Path) -> None:
 
 
 def write_table(path: Path, rows: Iterable[Row], names: list[str], schema: Any = None) -> int:
-    """Write the rows and return how many there are. `names` are the columns; empty: those of the first row.
-    `schema`: pyarrow's, of columns whose types shall stay."""
+    """Write the rows and return their number. `names` are the columns; empty: those of the first row.
+    `schema`: a pyarrow schema with the types of columns that keep them."""
     kind = path.suffix.lower()
     with replacing(path) as file:
         if kind == ".parquet":
@@ -40,10 +40,10 @@ def write_table(path: Path, rows: Iterable[Row], names: list[str], schema: Any =
 
 
 def as_json(value: Any) -> str:
-    """On one line; what JSON does not know (dates, decimals) as text, NaN and infinities as null."""
+    """The value as JSON on one line: other types (dates, decimals) as text, NaN and infinities as null."""
     try:
         return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
-    except ValueError:  # a reader of JSON would refuse what json.dumps writes for them
+    except ValueError:  # NaN and infinities, which are not valid JSON
         return json.dumps(_finite(value), ensure_ascii=False, default=str)
 
 

@@ -1,6 +1,6 @@
 """Flat token files, as many training scripts write them: train.bin, val.bin and, if there is one, test.bin.
 
-Numbers of two or four bytes, little-endian, every document ended by the tokenizer's end token. Without a
+Token ids in two or four bytes, little-endian, every document ended by the tokenizer's end token. Without a
 test.bin, the second half of val.bin is the test split.
 """
 
@@ -31,7 +31,7 @@ def prepare_bins(folder: Path, tokenizer: str | None, max_length: int, cache: st
     if tokenizer is None or trained_size(tokenizer):
         raise UserError(f"{folder} holds token files; name their tokenizer, for example --tokenizer gpt2")
     used = load_tokenizer(tokenizer)
-    if "ByteLevel" not in str(used.backend_tokenizer.decoder):  # others: bytes depend on neighbours
+    if "ByteLevel" not in str(used.backend_tokenizer.decoder):  # else bytes depend on neighbours
         raise UserError(f"{folder}: token files need a byte-level tokenizer such as gpt2, not {tokenizer}")
     files = {split: _find(folder, names) for split, names in FILES.items()}
     if files["validation"] is None:
@@ -66,7 +66,7 @@ def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _read(file: Path, vocabulary: int) -> Array:
-    """A file's token ids, memory-mapped. Ids below 65,536 in four bytes leave every other two bytes 0."""
+    """A file's token ids, memory-mapped. Ids below 65,536 in four bytes are detected by their zero halves."""
     size = file.stat().st_size
     start = np.fromfile(file, "<u2", count=1 << 20)
     four = vocabulary > 1 << 16 or (len(start) > 1 and not start[1::2].any())
@@ -86,7 +86,7 @@ def _read(file: Path, vocabulary: int) -> Array:
 
 
 def _halves(tokens: Array, boundary: int) -> tuple[Array, Array]:
-    """Two parts, cut after the document in which the middle lies; in the middle where none ends."""
+    """Two parts, cut after the document that contains the middle; without a document's end, in the middle."""
     ends = np.flatnonzero(tokens == boundary) + 1
     later = ends[(ends >= len(tokens) // 2) & (ends < len(tokens))]
     middle = int(later[0]) if len(later) else len(tokens) // 2
@@ -94,20 +94,20 @@ def _halves(tokens: Array, boundary: int) -> tuple[Array, Array]:
 
 
 def _copy(split: str, tokens: Array, writer: SplitWriter, tokenizer: Any, warnings: list[Notice]) -> Any:
-    """Write tokens as a split: a boundary first, and where each document starts."""
+    """Write tokens as a split that starts with a boundary, with the position of each document's start."""
     boundary = boundary_id(tokenizer)
     lengths = np.array([len(token) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))])
     lengths[tokenizer.all_special_ids] = 0  # a character of a byte-level token is a byte of text
-    last, place = boundary, 0
+    last, position = boundary, 0
     for start in range(0, len(tokens), BLOCK):
         block = np.array(tokens[start : start + BLOCK])
         if start == 0 and block[0] != boundary:
             block = np.concatenate([np.array([boundary], block.dtype), block])
         before = np.concatenate([[last], block[:-1]])
-        starts = place + np.flatnonzero((before == boundary) & (block != boundary))
+        starts = position + np.flatnonzero((before == boundary) & (block != boundary))
         writer.append(tokens=block, documents=starts, bytes=int(lengths[block].sum()))
         writer.meta["items"] += len(starts)
-        last, place = int(block[-1]), place + len(block)
+        last, position = int(block[-1]), position + len(block)
     if not writer.meta["items"]:
         raise UserError(f"the {split} tokens hold no text, only end tokens; write them again")
     if writer.meta["items"] == 1:
@@ -124,7 +124,8 @@ def check_bins(task: str, kind: str, folder: Path) -> None:
 
 
 def write_bins(store: Store, folder: Path) -> None:
-    """A corpus as train.bin, val.bin and test.bin in a new folder; two bytes a token if that is enough."""
+    """Write a corpus as train.bin, val.bin and test.bin to a new folder, with two bytes a token if these
+    suffice."""
     check_bins(store.task, store.kind, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(folder) as beside:

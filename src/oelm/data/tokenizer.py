@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from oelm.errors import Interrupted, UserError
-from oelm.system.hub import hub_reachable, not_there, with_cache_only
+from oelm.system.hub import hub_reachable, not_in_cache, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory
 
 END = "<|endoftext|>"
 JOINER = " [SEP]"  # between the texts of a pair where the tokenizer has no template for pairs
-SMALLEST, LARGEST = 257, 1_000_000  # tokens of a trained vocabulary: 256 bytes and one special one at least
+# Tokens of a trained vocabulary: at least 256 bytes and a special token.
+SMALLEST, LARGEST = 257, 1_000_000
 
 
 def trained_size(name: str) -> int | None:
@@ -66,14 +67,14 @@ def load_tokenizer(name: str) -> Any:
         if tokenizer is None:
             hub = with_cache_only(str(folder or name), {})
             tokenizer = AutoTokenizer.from_pretrained(folder or name, trust_remote_code=False, **hub)
-    except Exception as error:  # a broken file, the network or the hub: many ways inside the libraries
+    except Exception as error:  # a broken file, the network, the hub: the libraries raise many kinds
         if isinstance(error, UserError | Interrupted) or is_out_of_memory(error):
             raise
         if folder is not None:
             raise UserError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from None
         if not hub_reachable():
             hint = "set OELM_TOKENIZER_DIR to a folder that has it, or use --tokenizer train:8192"
-            raise UserError(f"the tokenizer {not_there(name)}; {hint}") from None
+            raise UserError(f"the tokenizer {not_in_cache(name)}; {hint}") from None
         raise UserError(
             f"tokenizer {name!r} is no folder and cannot be loaded from the hub: {first_line(error)}"
         ) from None
@@ -83,15 +84,15 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _from_vocabulary(folder: Path) -> Any:
-    """The tokenizer of a folder with a vocabulary alone; None where transformers loads the folder itself."""
+    """The tokenizer of a folder that holds only a vocabulary; None if transformers can load the folder."""
     from transformers import BertTokenizer, GPT2Tokenizer
 
-    there = {path.name for path in folder.iterdir()}
-    if there & {"tokenizer.json", "tokenizer_config.json"}:
+    names = {path.name for path in folder.iterdir()}
+    if names & {"tokenizer.json", "tokenizer_config.json"}:
         return None
-    if {"vocab.json", "merges.txt"} <= there:
+    if {"vocab.json", "merges.txt"} <= names:
         return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
-    if "vocab.txt" in there:
+    if "vocab.txt" in names:
         cased = "cased" in folder.name.replace("uncased", "")
         return BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=not cased)
     raise UserError(
@@ -100,26 +101,27 @@ def _from_vocabulary(folder: Path) -> Any:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """What tells two tokenizers apart."""
+    """A digest of the tokenizer's whole configuration."""
     text = tokenizer.backend_tokenizer.to_str() + str(sorted(tokenizer.special_tokens_map.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encoding_digest(tokenizer: Any) -> str:
-    """What tells two tokenizers apart that encode texts differently. Where a tokenizer cuts and how it pads,
-    which its files may say, is set here, as an Encoder does."""
+    """A digest that is equal for tokenizers that encode texts alike. Truncation and padding, which may differ
+    in their files, are first switched off, as an Encoder does."""
     _read_texts_only(tokenizer.backend_tokenizer)
     return tokenizer_digest(tokenizer)
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The number padding is written with; masked everywhere, so any token serves where none is named."""
+    """The id of the padding token; any other if there is none, as padding is always masked."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(value) for value in known if value is not None), 0)
 
 
 def boundary_id(tokenizer: Any) -> int:
-    """The token that ends a text: before the first and after every document of a corpus, after a target."""
+    """The id of the token that ends a text: after every document of a corpus, before the first, and after a
+    target."""
     for value in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
         if value is not None:
             return int(value)
@@ -127,7 +129,8 @@ def boundary_id(tokenizer: Any) -> int:
 
 
 def _target_template(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts around a target (some: a language's mark), and at least an end to write."""
+    """The special tokens before and after a target (some tokenizers add a language code); at least an end
+    token, which the model learns to write."""
     text = tokenizer(text_target="a", add_special_tokens=False)["input_ids"]
     whole = tokenizer(text_target="a")["input_ids"]
     start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
@@ -135,8 +138,8 @@ def _target_template(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _read_texts_only(backend: Any) -> Any:
-    """The backend, set to read special tokens as text, to cut nothing and to pad nothing. What is set so
-    already is left alone: nothing may be set while another thread encodes."""
+    """The backend, set to read special tokens as text, without truncation and padding. Nothing is set that
+    is set already, as another thread may be encoding."""
     if backend.padding is not None:
         backend.no_padding()
     if backend.truncation is not None:
@@ -147,10 +150,9 @@ def _read_texts_only(backend: Any) -> Any:
 
 
 class Encoder:
-    """Texts to token numbers, many at a time, on all cores (inside the tokenizers library). With
-    `target=True` they are texts that a model must write, and get a target's special tokens. Uses the
-    tokenizer's own backend (a copy of GPT-2's takes 40 MB), and sets what a call of the tokenizer itself
-    would set anew."""
+    """Encodes many texts at a time, on all cores (inside the tokenizers library). With `target=True` texts
+    get the special tokens of a target. It shares the tokenizer's backend (a copy of GPT-2's takes 40 MB),
+    and sets its options before each use, as a call of the tokenizer itself changes them."""
 
     def __init__(self, tokenizer: Any, max_length: int, target: bool = False) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -169,7 +171,8 @@ class Encoder:
             raise UserError(f"{name} {max_length} leaves no room for text; use at least {needed}")
 
     def _templates(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int], list[int]], bool]:
-        """What the tokenizer puts around a text and around and between two, read off an example."""
+        """The special tokens around a text, those around and between two texts, and whether the second text
+        has its own token type; all taken from an example."""
         backend = self._text_only()
         one, two = backend.encode("a"), backend.encode("a", "b")
         text = [i for i, sequence in enumerate(one.sequence_ids) if sequence is not None]
@@ -183,11 +186,11 @@ class Encoder:
         return _read_texts_only(self._backend)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token numbers of each text, nothing added, nothing cut."""
+        """The token ids of each text, without special tokens and truncation."""
         return [e.ids for e in self._text_only().encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text behind token numbers, special tokens left out."""
+        """The text of token ids, without special tokens."""
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
@@ -208,8 +211,8 @@ class Encoder:
         return np.frombuffer(flat, dtype=self.dtype), np.diff(ends), cut
 
     def pairs(self, firsts: list[str], seconds: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Flat tokens, lengths, where the second segment starts (= the length where the model knows no
-        segments), and how many pairs were cut. The longer text of a pair is cut first."""
+        """Flat tokens, lengths, where the second segment starts (the length, for models without segments),
+        and how many pairs were cut. The longer text of a pair is cut first."""
         before, between, after = self.pair
         room = self.max_length - len(before) - len(between) - len(after)
         rows, starts, cut = [], [], 0
@@ -224,7 +227,8 @@ class Encoder:
         return self._flat(rows), _lengths(rows), np.array(starts, dtype=np.int64), cut
 
     def words(self, rows: list[list[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Flat tokens, lengths, for each token the number of the word it starts (-1: none), rows cut."""
+        """Flat tokens, lengths, for each token the number of the word it starts (-1: none), and how many rows
+        were cut."""
         before, after = self.single
         room = self.max_length - len(before) - len(after)
         if self.ids(["a b"])[0] != self.ids(["a"])[0] + self.ids(["b"])[0]:
@@ -241,20 +245,20 @@ class Encoder:
             cut += len(encoding.ids) > room
         return self._flat(tokens), _lengths(tokens), np.concatenate(firsts), cut
 
-    def seconds_with_places(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
+    def seconds_with_spans(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
         """The second texts of pairs: tokens, and for each the characters (from, to) it came from."""
         shift = 0 if self.has_pairs else 1
         given = [" " + text for text in texts] if shift else texts
         encoded = self._text_only().encode_batch(given, add_special_tokens=False)
-        places = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
-        return [(e.ids, np.maximum(at - shift, 0)) for e, at in zip(encoded, places, strict=True)]
+        spans = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encoded]
+        return [(e.ids, np.maximum(span - shift, 0)) for e, span in zip(encoded, spans, strict=True)]
 
     def _flat(self, rows: list[list[int]]) -> np.ndarray:
         return np.fromiter(chain.from_iterable(rows), dtype=self.dtype, count=sum(map(len, rows)))
 
 
 def share_room(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of each text of a pair stays: the shorter one whole, unless it needs more than half."""
+    """The tokens kept of each text of a pair: all of the shorter one, unless it needs more than half."""
     if first + second <= room:
         return first, second
     short = min(first, second, room // 2)

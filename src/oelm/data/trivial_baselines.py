@@ -1,8 +1,8 @@
-"""Trivial baselines: what a model must beat to be worth its training.
+"""Trivial baselines, which a model must beat to be worth its training.
 
-They are learned from the train split of a prepared dataset alone, measured on exactly its other splits, and
-kept beside them as `references.json`. A dataset copied to another machine is enough to compute them. Which
-there are is up to the task kind (`TaskKind.trivial_baselines`); here are their cache and the linear ones.
+They are learned from the train split of a prepared dataset, measured on its other splits, and cached beside
+them as `references.json`. They need only the prepared dataset. Each task kind has its own
+(`TaskKind.trivial_baselines`); here are their cache and the linear models.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 from oelm.system.files import locked_folder, read_json, write_json
 
-VERSION = 2  # of what is computed here: another version's cache is not read
+VERSION = 2  # of the computation here; the cache of another version is not read
 CACHE = "references.json"
 # The linear models learn from at most so many texts, and from at most so many tokens in all; a larger train
 # split is sampled, always in the same way. With MOST_WEIGHTS they bound memory (about 2 GB) and time (half a
@@ -33,7 +33,7 @@ CACHE = "references.json"
 MOST_TEXTS = 100_000
 MOST_TOKENS = 8_000_000
 MOST_WEIGHTS = 1 << 22  # features x classes; the optimizer keeps some twenty copies of them
-BIG_ENOUGH = 1_000  # from so many texts on, a word or pair of words that occurs in only one text is left out
+BIG_ENOUGH = 1_000  # texts from which on words and pairs of words that occur in only one text are left out
 SAMPLE_SEED = 20240607
 CHUNK = 2_048  # texts in memory at once while measuring
 
@@ -50,26 +50,26 @@ def trivial_baselines(store: Store, splits: Sequence[str] = ()) -> Baselines:
     wanted = [store[name] for name in splits] or measured
     known = _read_cache(store)
     if known is None:
-        with _one_at_a_time(store):  # another process may be at it
+        with _locked(store):  # another process may be computing them
             known = _read_cache(store) or _compute(store, measured)
     return {name: {split.name: by_split[split.name] for split in wanted} for name, by_split in known.items()}
 
 
-def compute_beside(store: Store) -> None:
-    """Let another process compute them, once for all runs, while a GPU trains: `trivial_baselines` waits for
-    it. A task kind that only this process knows is left to that call."""
+def compute_in_background(store: Store) -> None:
+    """Start a process that computes them, once for all runs, while a GPU trains; `trivial_baselines` waits
+    for it. If that process does not know the task kind, of a plugin, that call computes them."""
     if _read_cache(store) is None and os.access(store.folder, os.W_OK):
         command = [sys.executable, "-m", __name__, str(store.folder)]
         env, none = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, subprocess.DEVNULL
         process = subprocess.Popen(
             command, env=env, start_new_session=True, stdin=none, stdout=none, stderr=none
         )
-        _COMPUTING.append(process)  # it may outlive its run: others use what it finds
+        _COMPUTING.append(process)  # it may outlive its run, as other runs use its result
 
 
 def _compute(store: Store, measured: list[Split]) -> Baselines:
     known = task_kind(store.kind).trivial_baselines(store, measured)
-    if have_sklearn():  # or some may be missing
+    if have_sklearn():  # without it some baselines are missing, which must not be cached
         kept = {"version": VERSION, "fingerprint": store.fingerprint, "references": known}
         with contextlib.suppress(OSError):  # a folder that cannot be written to is fine
             write_json(store.folder / CACHE, kept | {"digest": digest(kept)})
@@ -77,7 +77,7 @@ def _compute(store: Store, measured: list[Split]) -> Baselines:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(store: Store) -> Iterator[None]:
+def _locked(store: Store) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks
             stack.enter_context(locked_folder(store.folder, wait=True))
@@ -85,7 +85,7 @@ def _one_at_a_time(store: Store) -> Iterator[None]:
 
 
 def _read_cache(store: Store) -> Baselines | None:
-    """What was computed before for this store by this version, unless it was changed on disk."""
+    """The cached baselines of this store and version; None if there are none or the file was changed."""
     try:
         known = read_json(store.folder / CACHE)
         same = (known["version"], known["fingerprint"]) == (VERSION, store.fingerprint)
@@ -120,9 +120,9 @@ def tfidf_baseline(
         return None
     try:
         features = vectorizer.fit_transform(texts.read(train, items, blind))
-    except ValueError:  # so scikit-learn says that no text has a word
+    except ValueError:  # raised by scikit-learn if no text has a word
         return None
-    with warnings.catch_warnings():  # a baseline that has not quite converged is still one
+    with warnings.catch_warnings():  # a baseline need not converge fully
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(features, labels)
     predictions = {}
@@ -136,15 +136,15 @@ def tfidf_baseline(
 
 
 def training_items(lengths: Array) -> Array:
-    """All items, or where they are too many a sample that only their number and lengths decide."""
+    """All items or, of too many, a sample that depends only on their number and lengths."""
     order = permutation(len(lengths), SAMPLE_SEED)[:MOST_TEXTS]
     order = order[np.cumsum(lengths[order]) <= MOST_TOKENS]
     return np.sort(order)
 
 
 class StoreTexts:
-    """Texts back from the tokens of a prepared dataset. Byte-level BPE gives them back exactly; WordPiece
-    lower-cases and spaces them, which changes hardly a word."""
+    """Decodes the texts of a prepared dataset from its tokens. Byte-level BPE restores them exactly;
+    WordPiece changes case and spaces, which hardly matters to bags of words."""
 
     def __init__(self, store: Store) -> None:
         self.store, tokenizer = store, store.tokenizer()
@@ -164,7 +164,7 @@ class StoreTexts:
             if split.second is not None:
                 seconds = split.second[chunk].tolist()
             texts = self._decode([ids[start:] for ids, start in zip(tokens, seconds, strict=True)])
-            if not blind:  # written alike whatever the tokenizer puts between them
+            if not blind:  # joined in the same way whatever the tokenizer puts between them
                 ends = [start - len(self.joiner) for start in seconds]
                 firsts = self._decode([ids[:end] for ids, end in zip(tokens, ends, strict=True)])
                 texts = [f"{first} [SEP] {second}" for first, second in zip(firsts, texts, strict=True)]
@@ -175,10 +175,10 @@ class StoreTexts:
 
 
 def second_start(tokens: list[int], joiner: list[int]) -> int:
-    """Where a pair's second text starts: after the first joiner; a pair without one has no second text."""
+    """The index at which a pair's second text starts: after the first joiner, or the end if there is none."""
     size = len(joiner)
-    places = range(len(tokens) - size + 1)
-    return next((i + size for i in places if tokens[i : i + size] == joiner), len(tokens))
+    starts = range(len(tokens) - size + 1)
+    return next((i + size for i in starts if tokens[i : i + size] == joiner), len(tokens))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class ArrayWriter:
 
 
 class SplitWriter:
-    """Writes the columns of one split. `lengths` divide its tokens into items; a corpus is not divided."""
+    """Writes the columns of one split: items, or one undivided stream for a corpus."""
 
     def __init__(self, folder: Path, name: str, dtypes: dict[str, Any]) -> None:
         self.columns = {
@@ -97,7 +97,7 @@ def close_synced(file: IO[Any]) -> None:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[dict[str, SplitWriter]]:
-    """A writer for each split; whatever happens, no file stays open."""
+    """A context with a writer for each split; all files are closed at its end, also after an error."""
     writers = {split: SplitWriter(folder, split, columns) for split, columns in dtypes.items()}
     try:
         yield writers
@@ -109,19 +109,21 @@ def split_writers(folder: Path, dtypes: dict[str, dict[str, Any]]) -> Iterator[d
 
 
 def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path], dict[str, Any]]) -> Store:
-    """The store of that fingerprint: the one that is there, or a new one, made once however many ask. `make`
-    fills an empty folder and returns the manifest. The folder gets its final name only when all of it is on
-    disk, so a store that can be seen is complete. One that is damaged is set aside and made again."""
-    # The format is part of the name: a version of the package finds only stores that it can read.
+    """The store of that fingerprint, from the cache or made now; made once even if several processes need it.
+
+    `make` fills an empty folder and returns the manifest. The folder gets its final name only when all of it
+    is on disk, so a store that can be seen is complete. A damaged one is set aside and made again.
+    """
+    # The format is part of the name, so that a version of the package uses only stores that it can read.
     final = root / "stores" / f"{name}-{fingerprint[:16]}-{FORMAT}"
-    store, problem = _look_up(final)  # no lock: a read-only cache can be used
+    store, problem = _open_if_usable(final)  # no lock: a read-only cache can be used
     if store is not None:
         return store
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.with_suffix(".lock"), wait=True):
-            there, problem = _look_up(final)  # another process may have made it
-            if there is None:
+            existing, problem = _open_if_usable(final)  # another process may have made it
+            if existing is None:
                 with folder_beside(final) as beside:  # Ctrl-C too leaves nothing half-written
                     meta = {"format": FORMAT, "fingerprint": fingerprint, **make(beside)}
                     write_json(beside / MANIFEST, seal(meta, beside))
@@ -141,8 +143,8 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
     return store
 
 
-def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
-    """The store there, if it can be used, and what is wrong with it, if it cannot."""
+def _open_if_usable(final: Path) -> tuple[Store | None, Notice | None]:
+    """The store in this folder if it can be used, otherwise the problem with it; (None, None) without one."""
     if not (final / MANIFEST).exists():
         return None, None
     try:
@@ -152,8 +154,8 @@ def _look_up(final: Path) -> tuple[Store | None, Notice | None]:
 
 
 def copy_store(store: Store, folder: Path, task: dict[str, Any] | None = None) -> Store:
-    """A copy of a store in a folder of the user's, which must not exist yet. Its manifest keeps `task`, the
-    choice by which a named task finds it again."""
+    """Copy a store to a new folder. Its manifest keeps `task`, the choice by which a named task recognises
+    it."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; name a new folder")
     try:

@@ -1,4 +1,4 @@
-"""How often a model says what a file's column of labels says."""
+"""The agreement of a model's predictions with a file's column of labels."""
 
 import math
 from collections import Counter
@@ -9,8 +9,8 @@ from oelm.data.tasks.base import Reader
 
 
 class Agreement:
-    """Counts the rows in which the prediction is the label; of numbers, sums squared errors. Rows without a
-    label or without text do not count; a label that the model does not know counts as wrong."""
+    """Counts the rows whose prediction equals the label or, for numbers, sums squared errors. Rows without a
+    label or without text are not counted; a label that the model does not know counts as wrong."""
 
     def __init__(self, reader: Reader, column: str) -> None:
         self.numbers, self.column = reader.compared == "value", column
@@ -27,7 +27,7 @@ class Agreement:
         elif self.numbers:
             try:
                 error = predicted - float(text)
-                self.squares += error * error  # `**` raises where this is infinite
+                self.squares += error * error  # `**` would raise OverflowError
                 self.rows += 1
             except ValueError:
                 self.without += 1
@@ -38,7 +38,8 @@ class Agreement:
             self.unknown[name] += name not in self.names
 
     def _class(self, text: str) -> str:
-        """The class that a label names: a number where classes are numbers, or their places are given."""
+        """The class that a label names; a number may be a class or, if classes have names, a class's
+        index."""
         if text in self.names or not WHOLE.fullmatch(text):
             return text
         number = whole_number(text)
@@ -47,18 +48,18 @@ class Agreement:
         return number
 
     def __str__(self) -> str:
-        """One line; empty where nothing was compared."""
+        """One line; empty if nothing was compared."""
         if not self.rows:
             return ""
-        place = f"labels in column {self.column!r}"
+        labels = f"labels in column {self.column!r}"
         if self.numbers:
-            said = f"rmse {math.sqrt(self.squares / self.rows):.4g} on the {self.rows:,} {place}"
+            text = f"rmse {math.sqrt(self.squares / self.rows):.4g} on the {self.rows:,} {labels}"
         else:
             share = self.right / self.rows
-            said = f"accuracy {share:.4f}: {self.right:,} of the {self.rows:,} {place} are predicted"
+            text = f"accuracy {share:.4f}: {self.right:,} of the {self.rows:,} {labels} are predicted"
         if self.without:
             rows = f"{self.without:,} row{' has' if self.without == 1 else 's have'}"
-            said += f"; {rows} {'no number' if self.numbers else 'none'}"
-        if strange := [f"{name!r} ({count:,})" for name, count in self.unknown.most_common(3) if count]:
-            said += f"; unknown to the model and counted as wrong: {', '.join(strange)}"
-        return said
+            text += f"; {rows} {'no number' if self.numbers else 'none'}"
+        if unknown := [f"{name!r} ({count:,})" for name, count in self.unknown.most_common(3) if count]:
+            text += f"; unknown to the model and counted as wrong: {', '.join(unknown)}"
+        return text

@@ -18,9 +18,9 @@ from oelm.study.report.numbers import fixed, signed
 from oelm.study.report.view import Words
 
 FAINT = 'font-size="11" fill="var(--faint)"'
-WIDTH, BESIDE, ABOVE, HEIGHT = 400, 34, 18, 24  # of a map, its labels' places, and a row
-NARROWEST = 27  # a cell that its value fits into
-DARKEST = 0.6  # opacity: a value can still be read on it, light or dark
+WIDTH, BESIDE, ABOVE, HEIGHT = 400, 34, 18, 24  # width of a map, margins for labels, height of a row
+NARROWEST = 27  # the least width of a cell that shows its value
+DARKEST = 0.6  # opacity at which a value can still be read, on a light or dark page
 
 
 def attention_page(statistics: dict[str, AttentionStatistics], lang: str = "en") -> str:
@@ -77,8 +77,8 @@ def _table(statistics: dict[str, AttentionStatistics], at: str, words: Words) ->
 
 def _largest(more: Array, words: Words) -> TableCell:
     layer, head = np.unravel_index(np.abs(more).argmax(), more.shape)
-    place = words("explain.where", layer=int(layer), head=int(head))
-    return TableCell(signed(float(more[layer, head]), 3), place)
+    where = words("explain.where", layer=int(layer), head=int(head))
+    return TableCell(signed(float(more[layer, head]), 3), where)
 
 
 def _maps(
@@ -90,8 +90,8 @@ def _maps(
         most = next(iter(statistics.values())).head_dim
     title, label = words(f"explain.{measure}"), f"{measure}-{number}"
     figures = [
-        _map(f"{label}-{place}", grid, most, title, name, words)
-        for place, (name, grid) in enumerate(grids.items())
+        _map(f"{label}-{index}", grid, most, title, name, words)
+        for index, (name, grid) in enumerate(grids.items())
     ]
     caption = words("explain.colour", most=fixed(most, 3))
     if len(grids) > 1:
@@ -122,16 +122,16 @@ def _map(
     for i, row in enumerate(grid):
         for j, value in enumerate(row):
             x, y = BESIDE + j * width, ABOVE + i * HEIGHT
-            told = signed(float(value), digits) if sign else fixed(float(value), digits)
-            place = f"{words('explain.layer')} {i}, {words('explain.head')} {j}: {told}"
+            text = signed(float(value), digits) if sign else fixed(float(value), digits)
+            tooltip = f"{words('explain.layer')} {i}, {words('explain.head')} {j}: {text}"
             opacity = DARKEST * abs(value) / most if most > 0 else 0.0
             fill = 1 if sign and value > 0 else 0
             parts.append(
-                f'<g><title>{place}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" '
+                f'<g><title>{tooltip}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" '
                 f'fill="var(--c{fill})" fill-opacity="{opacity:.3f}" stroke="var(--line)"/>'
             )
             if width >= NARROWEST:
                 middle = f'x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle"'
-                parts.append(f'<text {middle} font-size="10" fill="currentColor">{told}</text>')
+                parts.append(f'<text {middle} font-size="10" fill="currentColor">{text}</text>')
             parts.append("</g>")
     return Figure(name, f"0 0 {WIDTH} {ABOVE + layers * HEIGHT + 4}", Markup("".join(parts)), title, label)

@@ -1,4 +1,4 @@
-"""The texts on which a trained model's heads are measured: of its own dataset, or lines."""
+"""The texts on which a trained model's heads are measured: from its own dataset, or lines of a file."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -21,7 +21,8 @@ from oelm.models.fit import agree_on_padding, takes_segments
 
 
 def explain_model(trained: Trained, texts: int, split: str, lines: Path | None) -> AttentionStatistics:
-    """The statistics of its heads on `texts` evenly spaced items of a split of its dataset, or lines."""
+    """The statistics of a model's heads on `texts` evenly spaced items of its dataset's split, or on
+    lines."""
     if texts < 1:
         raise UserError("--texts must be at least 1")
     if trained.config is None and lines is None:
@@ -53,7 +54,7 @@ def explain_model(trained: Trained, texts: int, split: str, lines: Path | None) 
 
 def _of_split(trained: Trained, store: Store, split: str, texts: int) -> Iterator[int]:
     objective = make_objective(store, trained.max_length)
-    store[split]  # an error names the splits there are
+    store[split]  # raises an error that lists the splits
     items = len(objective.plan(split, 1, None, None).lengths)
     layout = Layout(segments=takes_segments(trained.model))
     for item in np.unique(np.linspace(0, items - 1, min(texts, items)).round().astype(int)):

@@ -1,7 +1,7 @@
-"""How a language model writes: its continuations of held-out texts beside what really came next.
+"""Statistics of a language model's continuations of held-out texts, compared with the real continuations.
 
 All measures but `tokens` are of words (runs of letters and digits, and single punctuation marks, in lower
-case), so that models with different tokenizers compare:
+case), so that models with different tokenizers can be compared:
 
     distinct_n   different n-grams / all n-grams, over all continuations together. It falls with the amount
                  of text, so both sides are counted up to the same number of n-grams.
@@ -30,18 +30,19 @@ from oelm.orthogonal import generator
 
 WORD = re.compile(r"\w+|[^\w\s]")
 REPEATED = 4  # words in the n-grams of `repetition`
-BATCH = 16  # prompts: with another number the same seed gives other texts
+BATCH = 16  # prompts in a batch; with another number the same seed gives other texts
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What to generate: `prompts` continuations of `prompt_tokens` tokens each, at most `tokens` long."""
+    """The settings of generation: `prompts` prompts of `prompt_tokens` tokens, each continued by at most
+    `tokens`."""
 
     prompts: int = 64
     prompt_tokens: int = 32
     tokens: int = 64
-    temperature: float = 1.0  # 0: always the likeliest token
-    top_k: int = 0  # sample among the k likeliest tokens; 0: among all
+    temperature: float = 1.0  # 0: always the most likely token
+    top_k: int = 0  # sample among the k most likely tokens; 0: among all
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class Writing:
 
 
 class Continuation(NamedTuple):
-    """What follows a prompt, and whether the text ends after it."""
+    """The tokens that follow a prompt, and whether the text ends after them."""
 
     ids: list[int]
     ended: bool
@@ -63,8 +64,8 @@ def generation_quality(
     model: Any, tokenizer: Any, split: Split, window: int, writing: Writing
 ) -> dict[str, Any]:
     """The measures above, of texts `generated` by the model and of the `held_out` texts of a corpus. Prompts
-    are the beginnings of documents, drawn with the seed. A split with fewer documents than prompts is cut
-    into pieces of equal length instead."""
+    are the beginnings of documents, drawn with the seed; of a split with fewer documents than prompts, the
+    beginnings of pieces of equal length."""
     check_language_model(model, "--generation")
     end = boundary_id(tokenizer)
     opening = Encoder(tokenizer, 1 << 30).single[0]
@@ -78,14 +79,15 @@ def generation_quality(
     bounds = np.flatnonzero(tokens == end)
     whole = True
     starts, ends = _longer(bounds[:-1] + 1, bounds[1:], writing.prompt_tokens)
-    if len(starts) < writing.prompts:  # consecutive pieces of the stream; one ends where a document does
+    if len(starts) < writing.prompts:  # consecutive pieces of the stream, which end at a document's end
         whole, size = False, writing.prompt_tokens + writing.tokens
         starts, bounds = np.arange(1, len(tokens) - size, size), np.append(bounds, len(tokens))
         starts, ends = _longer(starts, bounds[np.searchsorted(bounds, starts)], writing.prompt_tokens)
     if not len(starts):
         raise UserError(f"the {split.name} split has no text longer than --prompt-tokens; ask for fewer")
     chosen = np.sort(generator(writing.seed, "prompts").permutation(len(starts))[: writing.prompts])
-    # Before a text comes what the tokenizer puts there, or else the end of the previous text.
+    # A text is preceded by the tokenizer's own special tokens or, without any, by the end of the previous
+    # text.
     before = opening or ([end] if whole else [])
     prompts = [[*before, *tokens[start : start + writing.prompt_tokens].tolist()] for start in starts[chosen]]
     generated = [*_generate(model, prompts, end, pad_id(tokenizer), writing)]
@@ -102,7 +104,7 @@ def generation_quality(
 
 
 def _longer(starts: Array, ends: Array, prompt: int) -> tuple[Array, Array]:
-    """Those texts that are longer than a prompt."""
+    """The starts and ends of the texts that are longer than a prompt."""
     long = ends - starts > prompt
     return starts[long], ends[long]
 
@@ -111,9 +113,9 @@ def _longer(starts: Array, ends: Array, prompt: int) -> tuple[Array, Array]:
 def _generate(
     model: Any, prompts: list[list[int]], end: int, pad: int, writing: Writing
 ) -> Iterator[Continuation]:
-    """The model's continuations. All prompts are equally long, so nothing is padded."""
+    """The model's continuations. All prompts have the same length, so nothing is padded."""
     sampling = {"temperature": writing.temperature, "top_k": writing.top_k, "top_p": 1.0}
-    # Every setting is given: those of a checkpoint's generation_config.json are not to be measured.
+    # All settings are given, so that those of a checkpoint's generation_config.json have no effect.
     settings = GenerationConfig(
         do_sample=bool(writing.temperature), **(sampling if writing.temperature else {}),
         max_new_tokens=writing.tokens, eos_token_id=end, pad_token_id=pad, use_cache=True,
@@ -151,14 +153,14 @@ def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct(one: list[list[str]], other: list[list[str]], n: int) -> list[float | None]:
-    """Different n-grams / all n-grams of two sets of texts, counting the first ones of the longer set only.
-    None where a set has no n-gram."""
+    """Different n-grams / all n-grams of two sets of texts, counting as many n-grams of both. None if a set
+    has no n-gram."""
     sides = [[gram for words in texts for gram in ngrams(words, n)] for texts in (one, other)]
     most = min(map(len, sides))
     return [len(set(grams[:most])) / most if most else None for grams in sides]
 
 
 def repetition(texts: list[list[str]]) -> float | None:
-    """The mean share of a text's 4-grams that occur in it before; None where no text has four words."""
+    """The mean share of a text's 4-grams that occur earlier in it; None if no text has four words."""
     shares = [1 - len(set(grams)) / len(grams) for words in texts if (grams := ngrams(words, REPEATED))]
     return float(np.mean(shares)) if shares else None

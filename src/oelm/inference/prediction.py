@@ -1,4 +1,4 @@
-"""Answers to lines of text: encoded ahead of the model, computed in batches by length, given in order."""
+"""Answers to lines of text: lines are encoded ahead, batched by length, and answered in order."""
 
 import os
 import select
@@ -26,18 +26,18 @@ from oelm.training.evaluate import tokens_at_once
 from oelm.training.parallel import autocast_of
 from oelm.training.step import fast_forward
 
-LINES, LETTERS = 8_192, 1 << 22  # of a chunk, at most: its items are sorted by length together
-CPU_TOKENS = 4_096  # of a batch: its caches hold them; four times as many take a fifth longer
+LINES, LETTERS = 8_192, 1 << 22  # the most in a chunk, whose items are sorted by length together
+CPU_TOKENS = 4_096  # of a batch on a CPU, to fit its caches; with four times as many it takes a fifth longer
 AHEAD = 2  # chunks that are encoded while the model computes another
 LONGEST_LINE = 1 << 26  # bytes
-PAUSE = 0.5  # seconds: lines that came before a pause, or that took longer to come, are answered at once
+PAUSE = 0.5  # seconds for collecting a chunk; lines that come more slowly are answered at once
 
 SILENCE = 2.0  # seconds without a first line after which it is said what is waited for
 
 
 @dataclass
 class Counts:
-    """Lines that were answered, those of them that said nothing, and those that were cut."""
+    """Numbers of lines: answered, empty among them, and cut."""
 
     done: int = 0
     empty: int = 0
@@ -47,8 +47,8 @@ class Counts:
 def predict(
     reader: Reader, lines: Iterable[str | None], precision: str, counts: Counts
 ) -> Iterator[dict[str, Any]]:
-    """The answer to every line, as `Reader.says`; None of everything for one that says nothing. A line that
-    is None stands for a pause of the input. Where a line cannot be read, all before it are answered first."""
+    """The answer to every line, with the keys of `Reader.says`; all values are None for an empty line. A line
+    that is None marks a pause of the input. If a line cannot be read, all before it are answered first."""
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: deque[tuple[list[str], Future[Items | None]]] = deque()
         for chunk, late in chunks(_readable(reader, lines)):
@@ -68,7 +68,8 @@ def _readable(reader: Reader, lines: Iterable[str | None]) -> Iterator[str | Non
 
 
 def chunks(lines: Iterable[str | None]) -> Iterator[tuple[list[str], bool]]:
-    """Lines that are encoded and sorted together, and whether the next ones are late, or will not come."""
+    """Chunks of lines that are encoded and sorted together, each with whether it must be answered at once,
+    because the next lines are late or it is the last chunk."""
     chunk: list[str] = []
     letters, began = 0, time.monotonic()
     refused: UserError | None = None
@@ -89,70 +90,70 @@ def chunks(lines: Iterable[str | None]) -> Iterator[tuple[list[str], bool]]:
 
 
 def _encode(reader: Reader, chunk: list[str]) -> Items | None:
-    asked = [line for line in chunk if line.strip()]
-    return reader.encode(asked) if asked else None
+    nonempty = [line for line in chunk if line.strip()]
+    return reader.encode(nonempty) if nonempty else None
 
 
 def _answers(
     reader: Reader, chunk: list[str], items: Items | None, precision: str, counts: Counts
 ) -> Iterator[dict[str, Any]]:
-    said = [] if items is None else outputs_of(reader, items, precision)
+    outputs = [] if items is None else outputs_of(reader, items, precision)
     counts.cut += 0 if items is None else items.cut
-    asked = end = 0
+    number = end = 0  # of the nonempty line, and of the item after its last one
     for line in chunk:
         answer: dict[str, Any] = dict.fromkeys(reader.says)
         counts.done, counts.empty = counts.done + 1, counts.empty + 1
         if items is not None and line.strip():
             begin, end = end, end + 1
             if items.line is not None:
-                end = int(np.searchsorted(items.line, asked, side="right"))
-            if said[begin] is not None:
-                answer = reader.answer(line, items, range(begin, end), said[begin:end])
+                end = int(np.searchsorted(items.line, number, side="right"))
+            if outputs[begin] is not None:
+                answer = reader.answer(line, items, range(begin, end), outputs[begin:end])
                 counts.empty -= 1
-            asked += 1
+            number += 1
         yield {"text": line, **answer}
 
 
 @torch.inference_mode()
 def outputs_of(reader: Reader, items: Items, precision: str) -> list[Any]:
-    """What the model says of every item; None of those with nothing to read."""
-    said: list[Any] = [None] * len(items.lengths)
+    """The model's outputs for every item; None for items without text."""
+    outputs: list[Any] = [None] * len(items.lengths)
     read = np.flatnonzero(items.lengths > items.template)
     if not len(read):
-        return said
+        return outputs
     device, lengths = reader.model.device, items.lengths[read]
     tokens = tokens_at_once(device, reader.vocabulary)
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
     epoch = Plan(lengths, batch_tokens=max(tokens, int(lengths.max()))).epoch()
     autocast = autocast_of(precision, device)
-    found: list[tuple[np.ndarray, tuple[Any, ...]]] = []
+    computed: list[tuple[np.ndarray, tuple[Any, ...]]] = []
     with fast_forward(reader.model, precision) as packs:
         for step in range(len(epoch)):
             chosen = read[epoch.batch(step)]
             batch = reader.batch(items, chosen, packs and reader.packable).to(device)
             second = None if items.second is None else items.second[chosen]
             with autocast():
-                found.append((chosen, reader.outputs(batch.arguments(), second)))
-    for chosen, columns in found:  # only now is a GPU waited for
+                computed.append((chosen, reader.outputs(batch.arguments(), second)))
+    for chosen, columns in computed:  # waits for the GPU only here
         rows = [column.cpu().numpy() if isinstance(column, Tensor) else column for column in columns]
         for item, *values in zip(chosen.tolist(), *rows, strict=True):
-            said[item] = values
-    return said
+            outputs[item] = values
+    return outputs
 
 
 def open_lines(path: Path) -> Iterator[str | None]:
-    """The lines of a text file, or of standard input where it is "-". Where the first one is late, for want
-    of a pipe's writer or of anybody at the keyboard, standard error is told what is waited for."""
+    """The lines of a text file, or of standard input for "-". If the first one does not come within SILENCE,
+    because a pipe has no writer or nobody types, a note on standard error says what is waited for."""
     lines = _lines_in(path)
     where = "standard input" if str(path) == "-" else path
-    told = threading.Timer(SILENCE, say, (f"waiting for lines from {where}; Ctrl-C ends", True))
-    told.daemon = True
-    told.start()
+    reminder = threading.Timer(SILENCE, say, (f"waiting for lines from {where}; Ctrl-C ends", True))
+    reminder.daemon = True
+    reminder.start()
     try:
         first = [*islice(lines, 1)]
     finally:
-        told.cancel()
+        reminder.cancel()
     yield from first
     yield from lines
 
@@ -176,7 +177,8 @@ def _lines_in(path: Path) -> Iterator[str | None]:
 
 
 def lines_of(file: Any) -> Iterator[str | None]:
-    """The lines of a file, without a byte order mark; None where the next ones of a pipe are late."""
+    """The lines of a file, without a byte order mark; None in between when the next lines of a pipe are
+    late."""
     number, rest, unanswered = 0, b"", False
     while block := file.read1(1 << 20):
         *lines, rest = (rest + block).split(b"\n")
@@ -201,8 +203,8 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 def _is_late(file: Any) -> bool:
-    """Whether there is nothing to read from a file for the moment."""
+    """Whether a file has nothing to read at the moment."""
     try:
         return not select.select([file], [], [], 0.05)[0]
-    except (OSError, ValueError):  # it has no descriptor, or one that cannot be waited for
+    except (OSError, ValueError):  # it has no descriptor, or select does not support it
         return False

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Predictions(list[dict[str, Any]]):
-    """Answers in the order of the texts, each with its text; `compared` says how often a file's column of
-    labels says the same, and is empty where there is none."""
+    """Answers in the order of the texts, each with its text; `compared` is a line on their agreement with a
+    file's column of labels, empty if there is none."""
 
     compared: str = ""
 
@@ -27,7 +27,7 @@ class Predictions(list[dict[str, Any]]):
 
 
 def open_trained(path: Path, say: Callable[[str], None] = lambda text: None) -> Trained:
-    """The model of a run or a folder; of a study the best of those it kept, which `say` is told."""
+    """The model of a run or a folder; of a study the best one it kept, whose name is passed to `say`."""
     if not is_study(path):
         return Trained(path)
     best = best_model(path)
@@ -36,7 +36,7 @@ def open_trained(path: Path, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _line_of(number: int, text: str | tuple[str, str]) -> str:
-    """A text as a line. A tab separates the two texts of a pair, so there can be none in them."""
+    """A text as a line. A tab separates the two texts of a pair, so tabs inside them become spaces."""
     if isinstance(text, str):
         return text
     if not isinstance(text, tuple | list) or not all(isinstance(part, str) for part in text):
@@ -48,16 +48,16 @@ def _line_of(number: int, text: str | tuple[str, str]) -> str:
 
 
 class Predictor:
-    """The model of a run's folder, of a saved model's or, of a study's, the best that it kept.
+    """The model of a run's folder, of a saved model's folder or, of a study's, the best that it kept.
 
-    `oelm.Predictor("x")(["a text"])` gives for each text what `oelm predict` says of a line.
+    `oelm.Predictor("x")(["a text"])` gives for each text the answer of `oelm predict` for a line.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.trained = open_trained(Path(path))
 
     def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
-        """Answers to texts or, where the model reads pairs or questions, to tuples of two."""
+        """Answers to texts or, for models of pairs or questions, to tuples of two texts."""
         given = [texts] if isinstance(texts, str) else texts
         return Predictions(self.trained.predict(_line_of(number, text) for number, text in enumerate(given)))
 
@@ -74,5 +74,5 @@ class Predictor:
     def generate(
         self, prompt: str, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0
     ) -> str:
-        """How a language model continues the prompt, or what an encoder-decoder writes for it."""
+        """A language model's continuation of the prompt, or an encoder-decoder's target for it."""
         return self.trained.generate(prompt, tokens, temperature, top_k, seed)

@@ -1,4 +1,4 @@
-"""Predictions for the rows of a CSV, TSV, JSON or Parquet file, beside the columns that it has."""
+"""Predictions for the rows of a CSV, TSV, JSON or Parquet file, added as columns."""
 
 from collections.abc import Callable, Iterator
 from itertools import tee
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class Table:
-    """A file whose rows a model answers. Without names of columns, those of the model's training are read."""
+    """A file whose rows a model answers. Columns are by default those of the model's training data."""
 
     def __init__(
         self, trained: Trained, path: str | Path, text: str | None = None, text_pair: str | None = None,
@@ -37,12 +37,13 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """The columns of what is written; empty where rows may differ."""
+        """The columns of the output; empty if rows may have different ones."""
         names = self.source.names()
         return [*names, *self.answers] if names else []
 
     def predict(self, say: Callable[[str], None] = lambda text: None) -> Iterator[Row]:
-        """Every row with the answer as columns of their own: `predicted_label`. `self.agreement` compares."""
+        """Every row with its answer in further columns, such as `predicted_label`; `self.agreement` is
+        updated."""
         read, kept = tee(self._rows())
         lines = (self._line(number, row) for number, row in enumerate(read))
         for row, answer in zip(kept, self.trained.predict(lines, say), strict=True):
@@ -72,12 +73,12 @@ class Table:
             texts.append(value or "")
         if len(texts) == 1:
             return texts[0]
-        # A tab separates the two; where one of them says nothing, there is no answer.
+        # A tab separates the two texts; if one of them is empty, the row gets no answer.
         return "\t".join(text.replace("\t", " ") for text in texts) if all(map(str.strip, texts)) else ""
 
 
 def _trained_columns(task: TaskConfig) -> dict[str, str | None]:
-    """Role -> column of the data that a model was trained on."""
+    """Role -> column in the data that a model was trained on."""
     if task.name in TASKS:
         return {"label": None, **TASKS[task.name].columns}
     words = None if task.text == TaskConfig.text else task.text

@@ -1,4 +1,4 @@
-"""Use what was trained: predict, evaluate, generate, audit. From a run's folder or any saved model."""
+"""A trained model, from a run's folder or any saved model: predict, evaluate, generate, audit."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ from oelm.training.parallel import autocast_of, process_state
 from oelm.training.resolve import check_tokenizer, choice_of, resolve_precision
 from oelm.training.step import fast_forward
 
-LONGEST = 1024  # tokens of a text or window, of a model that says nothing of its training
+LONGEST = 1024  # tokens of a text or window, for a model without a run's configuration
 
 
 class Trained:
@@ -65,29 +65,31 @@ class Trained:
 
     @property
     def precision(self) -> str:
-        """What the run was evaluated in or, of a saved model, what is best on this device."""
+        """The run's precision or, for a saved model, the best one for this device."""
         wanted = "auto" if self.config is None else self.config.training.precision
         return resolve_precision(wanted, self.device)[0]
 
     @property
     def writes(self) -> bool:
-        """Whether the model reads a source and writes a target for it."""
+        """Whether the model is an encoder-decoder that generates a target for a source."""
         return writes_targets(self.model)
 
     @cached_property
     def reader(self) -> Reader:
-        """How this kind of model answers lines."""
+        """The `Reader` by which this kind of model answers lines."""
         agree_on_padding(self.model, self.tokenizer)
         return reader_of(self.model)(self.model, self.tokenizer, self.max_length)
 
     def predict(
         self, lines: Iterable[str | None], say: Callable[[str], None] = lambda text: None
     ) -> Iterator[dict[str, Any]]:
-        """For each line what this kind of model says: a label, a number, tags, an answer or a target; for an
-        empty line nothing. Where the model reads pairs, or questions, a line is two texts with a tab between.
-        Lines are answered many at a time, and at once where the input pauses: None among them says so. Where
-        a line cannot be read, all before it are answered first. In the end it is said how many lines were
-        empty, and how many too long."""
+        """For each line this kind of model's answer: a label, a number, tags, an answer or a target; None
+        values for an empty line. For models of pairs, or questions, a line is two texts with a tab between.
+
+        Lines are answered many at a time, and at once when the input pauses, which a None among the lines
+        marks. If a line cannot be read, all before it are answered first. At the end `say` gets the numbers
+        of empty lines and of lines that were cut.
+        """
         counts = Counts()
         refused: UserError | None = None
         try:
@@ -102,15 +104,15 @@ class Trained:
             raise refused
 
     def store(self, changes: dict[str, Any]) -> Store:
-        """The run's data, or other data read the same way, under the model's own tokenizer."""
+        """The run's data, or other data read the same way, prepared with the model's own tokenizer."""
         task = self.config.task if self.config is not None else TaskConfig()
         if "name" in changes or "data" in changes:
             other = ("name", "data", "test_file", "train_size", "train_on")
             changes = dict.fromkeys(other) | {"hold_out": True} | changes
             known = getattr(self.model.config, "task_kind", None)
             if changes["data"] and not task.kind and known:
-                changes = {"kind": known} | changes  # the files of its training may have told it
-        if changes.get("name"):  # which a file's columns say nothing of
+                changes = {"kind": known} | changes  # in training, the kind may have followed from the file
+        if changes.get("name"):  # a task has its own columns
             own = ("text", "label", "text_pair", "target", "kind", "metric")
             changes = {name: getattr(TaskConfig, name) for name in own} | changes
         task = replace(task, **changes)
@@ -139,12 +141,12 @@ class Trained:
         ):
             packed = packs and objective.kind.packable
             layout = Layout(packed=packed, segments=takes_segments(self.model))
-            measured = evaluate(self.model, objective, split, autocast, layout, display.watch)
+            measured = evaluate(self.model, objective, split, autocast, layout, display.advance_to)
         answer = {"task": store.task, "split": split, "items": items, "metrics": measured.metrics}
         return answer | ({"labels": store.label_names} if store.label_names else {})
 
     def generation(self, split: str, writing: Writing, **changes: Any) -> dict[str, Any]:
-        """How a language model continues the beginnings of a corpus's texts: `generation_quality`."""
+        """`generation_quality` of a language model on the texts of a corpus."""
         store = self.store(changes)
         if not task_kind(store.kind).stream:
             raise UserError(f"--generation continues the texts of a corpus, and {store.task} is none")
@@ -155,8 +157,8 @@ class Trained:
         self, data: str, split: str, template: str, labels: str | None = None, limit: int | None = None,
         seed: int = 0, **columns: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """How a language model classifies texts it was never trained to classify: `zero_shot`. `data` is a
-        task's name, or a file with `columns` (`text=`, `text_pair=`, `label=`)."""
+        """`zero_shot` classification by a language model. `data` is a task's name, or a file with `columns`
+        (`text=`, `text_pair=`, `label=`)."""
         check_language_model(self.model, "--zero-shot")
         known = data in TASKS
         task = TaskConfig(name=data if known else None, data=None if known else data, **columns)
@@ -166,8 +168,8 @@ class Trained:
 
     @torch.no_grad()
     def generate(self, prompt: str, new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
-        """The prompt's continuation, or the target written for it; temperature 0 takes the likeliest token
-        every time."""
+        """The prompt's continuation, or the target generated for it; at temperature 0 by the most likely
+        tokens."""
         if new_tokens < 1 or not 0 <= temperature < math.inf or top_k < 1:
             raise UserError("--tokens and --top-k must be at least 1, --temperature must not be negative")
         if any("\ud800" <= letter <= "\udfff" for letter in prompt):
@@ -203,14 +205,15 @@ class Trained:
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        """A prompt as a corpus is encoded, without the template's closing: what follows it is text. Where the
-        template begins with a beginning of text (Llama), so does the prompt; an empty one has to."""
+        """A prompt encoded as a corpus is, without the special tokens that end a text, as text follows. If
+        the tokenizer adds a beginning-of-text token (Llama), so does the prompt; an empty prompt always has
+        one."""
         encoder, bos = Encoder(self.tokenizer, 1 << 30), self.tokenizer.bos_token_id
         ids = [*(i for i in encoder.single[0] if i == bos), *encoder.ids([prompt])[0]]
         return ids or [boundary_id(self.tokenizer) if bos is None else bos]
 
     def _positions(self) -> int:
-        """How long a text can be. Positions past its windows are as random as a run from scratch began."""
+        """The maximum length of a text. Learned positions beyond the training windows are still random."""
         most = positions_of(self.model.config) or 1 << 30
         started_here = self.config is not None and self.config.model.name in PRESETS
         if started_here and self.model.config.positions == "learned":
@@ -232,7 +235,7 @@ class Trained:
 
 
 def _no_model(run: Path, config: RunConfig) -> str:
-    """Why a run's folder holds no model."""
+    """Why a run's folder has no model."""
     results = read_object(run / "results.json") if (run / "results.json").exists() else {}
     if results.get("status") == "failed":
         return "is a run that failed: it holds no model; oelm status says why"
@@ -244,8 +247,8 @@ def _no_model(run: Path, config: RunConfig) -> str:
 
 
 def reader_of(model: Any) -> type[Reader]:
-    """How a model answers lines: as the kind of task that its config names or, in a checkpoint that was not
-    trained here, that its class fits."""
+    """The reader for a model: of the task kind in its config or, for a checkpoint that was not trained here,
+    of the kind that its class fits."""
     name = getattr(model.config, "task_kind", None)
     kinds = [task_kind(name)] if name else [kind for kind in KINDS.values() if kind.fits(model)]
     for kind in kinds:

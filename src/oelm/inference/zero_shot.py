@@ -1,11 +1,11 @@
-"""Zero-shot classification: which verbalised label is the likeliest after a prompt, for a language model?
+"""Zero-shot classification by a language model: the verbalised label that is most likely after a prompt.
 
 A prompt is the template with the text filled in; every class has a verbaliser, the words that follow the
 prompt if the class is right. A class's score is the log-likelihood of its verbaliser given the prompt:
 
     sum          over the verbaliser's tokens
     mean         per token, so that longer verbalisers are not at a disadvantage
-    calibrated   sum, minus the sum after the template filled with "N/A": how much likelier the text makes
+    calibrated   sum, minus the sum after the template filled with "N/A": how much more likely the text makes
                  the verbaliser (Holtzman et al. 2021; Zhao et al. 2021)
 """
 
@@ -68,7 +68,7 @@ class Items:
 
 
 def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Items:
-    """The texts of a split; with a limit, that many of them, drawn with the seed."""
+    """The texts of a split or, with a limit, a sample of that many, drawn with the seed."""
     dataset = choice.load()
     if not task_kind(dataset.kind).class_labels:
         raise UserError(f"--zero-shot needs texts with one label each; {choice.data} is {dataset.kind}")
@@ -98,9 +98,9 @@ def read_items(choice: Choice, split: str, limit: int | None, seed: int) -> Item
 def zero_shot(
     model: Any, tokenizer: Any, items: Items, template: str, labels: dict[str, str], window: int
 ) -> dict[str, Any]:
-    """Accuracy and F1 under each score, beside those of the most frequent class."""
-    asker = _Asker(tokenizer, template, labels, window)
-    rows = [asker.ask(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
+    """Accuracy and F1 by each score, and those of the most frequent class."""
+    encoder = _PromptEncoder(tokenizer, template, labels, window)
+    rows = [encoder.encode(texts) for texts in [dict.fromkeys(items.texts[0], NOTHING), *items.texts]]
     sums, counts = _likelihoods(model, pad_id(tokenizer), rows)
     scores = {"sum": sums[1:], "mean": sums[1:] / counts[1:], "calibrated": sums[1:] - sums[0]}
     n = len(items.names)
@@ -110,7 +110,7 @@ def zero_shot(
         "items": len(items.labels),
         "template": template,
         "labels": labels,
-        "cut": asker.cut,
+        "cut": encoder.cut,
         "metrics": {
             name: classification_metrics(items.labels, values.argmax(1), n) for name, values in scores.items()
         },
@@ -121,8 +121,8 @@ def zero_shot(
 Row = list[tuple[list[int], int]]  # for each class its tokens, and how many of them are the prompt's
 
 
-class _Asker:
-    """Prompts with verbalisers as token ids. The text is cut where they do not fit the model's window."""
+class _PromptEncoder:
+    """Encodes prompts with their verbalisers. The text is cut if they do not fit the model's window."""
 
     def __init__(self, tokenizer: Any, template: str, labels: dict[str, str], window: int) -> None:
         self.encoder, self.window = Encoder(tokenizer, 1 << 30), window
@@ -130,7 +130,7 @@ class _Asker:
         self.before = self.encoder.single[0] or [boundary_id(tokenizer)]
         self.cut = 0
 
-    def ask(self, texts: Mapping[str, str]) -> Row:
+    def encode(self, texts: Mapping[str, str]) -> Row:
         given = texts
         while True:
             prompt = self.template.format(**texts)
@@ -143,12 +143,12 @@ class _Asker:
                 raise UserError(
                     f"--template and --labels alone need {longest} positions; this model reads {self.window}"
                 )
-            # A little shorter than in proportion, so that few attempts are needed.
+            # Slightly shorter than in proportion, so that few attempts are needed.
             keep = int(len(texts[field]) * self.window / longest * 0.98)
             texts = {**texts, field: texts[field][:keep]}
         self.cut += texts is not given
-        # A verbaliser may change the tokens of the prompt's last letters: only the tokens that the prompt has
-        # with every verbaliser are its own, and all others are scored.
+        # A verbaliser may change the tokens of the prompt's last letters. The tokens that the prompt has with
+        # every verbaliser count as the prompt; all others are scored.
         alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(alone, *whole, strict=False))
         own = len(self.before) + sum(1 for _ in alike)
         return [([*self.before, *ids], own) for ids in whole]
@@ -156,7 +156,8 @@ class _Asker:
 
 @torch.no_grad()
 def _likelihoods(model: Any, pad: int, rows: list[Row]) -> tuple[Array, Array]:
-    """The summed log-likelihoods of every item's verbalisers, and how many tokens they have."""
+    """The summed log-likelihood of each verbaliser of every item, and its number of tokens, (items,
+    classes)."""
     shape = (len(rows), len(rows[0]))
     sums, counts = np.zeros(shape), np.zeros(shape)
     # Verbalisers of one token have the same input, which is computed once.

@@ -1,4 +1,4 @@
-"""From a configuration to a model that fits its data: built or loaded, checked, converted."""
+"""Build the model of a configuration for its data: create or load it, check it, convert it."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,10 +37,10 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
     note = None
     if name in PRESETS:
         cls, values = check_gpt(name, kind), _gpt_config(config, store, name)
-        with Undrawn():  # it draws its own weights
+        with Undrawn():  # the reference GPT draws its own weights
             model = cls(values)
     else:
-        torch.manual_seed(seed)  # a new task head starts the same for every method
+        torch.manual_seed(seed)  # so that a new task head is the same for every method
         model, note = _load(config, store, kind, name)
     _check_fit(model, store, config)
     kind.fit_model(model, store, name)
@@ -51,14 +51,14 @@ def build_model(config: RunConfig, store: Store) -> tuple[PreTrainedModel, Conve
             "task: nothing is left to train"
         )
     for key in ("lr_scale", "weight_decay_scale"):
-        role_scales(model, config.training, key)  # refuse before the run begins what the model cannot do
+        role_scales(model, config.training, key)  # raises if the model does not support it
     if note:
         report = replace(report, notes=(note,))
     return model, report
 
 
 def check_gpt(name: str, kind: TaskKind) -> type[PreTrainedModel]:
-    """The reference GPT's class for a kind of task, or an error where it cannot do that."""
+    """The reference GPT's class for a kind of task; UserError if it has none."""
     kind.check_config(OelmGPTConfig(), name)
     cls: type[PreTrainedModel] = getattr(gpt, kind.auto_class.replace("AutoModel", "OelmGPT"))
     return cls
@@ -68,7 +68,7 @@ def _gpt_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
     preset = gpt_config(name)
     fields: dict[str, Any] = {
         "vocab_size": store.vocab_size,
-        # A longer text than the size was made for gets its positions; a shorter one changes nothing.
+        # As many positions as the size has, or more for longer texts.
         "max_position_embeddings": max(preset.max_position_embeddings, config.task.max_length),
         "init_seed": config.training.seed,
         **task_kind(store.kind).config_fields(store),
@@ -85,7 +85,7 @@ def _gpt_config(config: RunConfig, store: Store, name: str) -> OelmGPTConfig:
 def _load(
     config: RunConfig, store: Store, kind: TaskKind, name: str
 ) -> tuple[PreTrainedModel, Notice | None]:
-    """A pretrained model from a folder or the hub, with a head for this task; and a note on what is new."""
+    """A pretrained model from a folder or the hub, with a head for this task, and a note on new weights."""
     fields = kind.config_fields(store)
     for key in ("positions", "pooling"):
         if getattr(config.model, key) is not None:
@@ -99,27 +99,27 @@ def _load(
     )
     for module in model.modules():
         if config.model.dropout is not None and isinstance(module, torch.nn.Dropout):
-            module.p = config.model.dropout  # some heads have a rate that no config names: Llama's for tags
+            module.p = config.model.dropout  # some heads have a rate outside the config: Llama's for tags
     note = notice("training.new_weights", names=sorted(new)) if new else None
     others = store.label_names and known.id2label != dict(enumerate(store.label_names))
-    # Where there are as many, each label would inherit the weights of another.
-    if others and (anew := renew_scores(model, new)):
-        note = notice("training.new_labels", names=sorted(new | anew))
+    # With as many labels as the checkpoint has, each would inherit the weights of another label.
+    if others and (renewed := renew_scores(model, new)):
+        note = notice("training.new_labels", names=sorted(new | renewed))
     if getattr(model.config, "oelm", None):  # trained here before: start from its weights, as any model
         release(model)
     return model, note
 
 
 def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
-    """One rate for every dropout a pretrained architecture has."""
+    """`model.dropout` for every dropout field in the config of a pretrained architecture."""
     if config.model.attention_dropout is not None:
         raise UserError(
             "model.attention_dropout is for the reference GPT; model.dropout sets all of a model's"
         )
     if config.model.dropout is None:
         return {}
-    # The families call them hidden_dropout_prob, resid_pdrop, seq_classif_dropout and more; `None` is a rate
-    # that follows another.
+    # The families name the fields hidden_dropout_prob, resid_pdrop, seq_classif_dropout and more; `None` is a
+    # rate that follows another.
     rates = {
         key: config.model.dropout
         for key, value in known.to_dict().items()
@@ -132,7 +132,7 @@ def _dropout(known: Any, config: RunConfig) -> dict[str, float]:
 
 
 def _check_fit(model: PreTrainedModel, store: Store, config: RunConfig) -> None:
-    """The tokenizer's ids exist in the embedding, and the longest text has positions."""
+    """Refuse a tokenizer with more ids than the embedding, and texts longer than the model's positions."""
     rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     if store.vocab_size > rows:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a conversion did, as data and as a table; and how it changed the scale of each head's scores.
+"""The report on a conversion, as data and as a table, with the scale of each head's scores before and after.
 
 The scale is the standard deviation of the scores over the keys of one query, predicted from the weights for
 inputs of independent entries of variance 1, before rotary positions, position biases and masks.
@@ -21,7 +21,7 @@ from oelm.system.messages import Notice
 
 @dataclass(frozen=True)
 class Row:
-    """What happened to one role: how it starts and what of it is frozen."""
+    """One role: how its weights start and which of its layers are frozen."""
 
     role: str
     tensors: int
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """The standard deviation of a head's scores before and after; None where it cannot be predicted."""
+    """The standard deviation of a head's scores before and after; None if it cannot be predicted."""
 
     attention: str
     layer: int
@@ -45,7 +45,7 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did. Prints as a table; `scores` has the scale of each head's scores."""
+    """The result of `convert`. Prints as a table; `scores` has the scale of each head's scores."""
 
     model: str
     method: str
@@ -121,7 +121,7 @@ def _median(values: Iterable[float | None], form: str) -> str:
 
 
 def score_scales(model: nn.Module) -> list[ScoreScale]:
-    """The standard deviation of every head's scores as it is now, in `before` and `after`."""
+    """The current standard deviation of every head's scores, as both `before` and `after`."""
     sites = [site for site in find_sites(model) if site.role in HEAD_ROLES]
     keys = {site.attention: site for site in sites if site.role == "k"}
     return [
@@ -135,7 +135,7 @@ def score_scales(model: nn.Module) -> list[ScoreScale]:
 def _predicted(model: nn.Module, q: Site, k: Site) -> list[float | None]:
     """For x and y of independent entries: Var_y (Wx + b).(Vy) = tr(W'W V'V) + b'V V'b, for each head."""
     if has_qk_norm(model, q):
-        return [None] * q.heads  # as in Qwen3: the norms set the scale, whatever the weights
+        return [None] * q.heads  # as in Qwen3: the norms set the scale, not the weights
     wq, wk = (site.weight.detach().float().unflatten(0, (site.heads, -1)) for site in (q, k))  # (H, D, C)
     wk = wk.repeat_interleave(q.heads // k.heads, 0)
     gram_q, gram_k = wq @ wq.mT, wk @ wk.mT

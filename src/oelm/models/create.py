@@ -34,7 +34,7 @@ def create_oelm_classifier(
     dropout: float = 0.1,
     **config: Any,
 ) -> OelmGPTForSequenceClassification:
-    """The reports' classifier: bidirectional, last valid token, dropout 0.1 on attention weights too.
+    """The reports' classifier: bidirectional, last-token pooling, dropout 0.1, also on attention weights.
 
     `method` (any preset or Method) overrides `freeze_qk` and `init_method`; other keywords are fields
     of `OelmGPTConfig`.
@@ -76,8 +76,8 @@ def _gpt2_state(model: OelmGPTForCausalLM) -> dict[str, Tensor]:
     names = (("attn.o_proj", "attn.c_proj"), ("mlp.fc_in", "mlp.c_fc"), ("mlp.fc_out", "mlp.c_proj"))
     state = {}
     for name, value in model.state_dict().items():
-        for ours, theirs in names:
-            name = name.replace(ours, theirs)
+        for reference_name, gpt2_name in names:
+            name = name.replace(reference_name, gpt2_name)
         # GPT-2 stores the matrices of its layers transposed.
         state[name] = value.t().contiguous() if ".h." in name and value.dim() == 2 else value
     for i in range(model.config.num_layers):

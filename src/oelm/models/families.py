@@ -51,8 +51,8 @@ class Family:
     embedding_norms  norms that belong to the embeddings and not to a layer.
     positions        "absolute": a text has at most `config.max_position_embeddings` tokens; "after padding":
                      positions are numbered from the padding token's id on; "relative": there is no limit.
-    score_scale      what its attention multiplies q.k by; None: the `scaling` of the attention module, or
-                     1/sqrt(head_dim) where it has none.
+    score_scale      the factor of q.k in its attention; None: the `scaling` of the attention module, or
+                     1/sqrt(head_dim) if it has none.
     """
 
     attentions: tuple[Attention, ...]
@@ -153,17 +153,17 @@ class Site:
     layer: int
     num_layers: int
     path: str  # the module's full name in this model
-    name: str  # its weight's name relative to the base model: the key of its random draws
+    name: str  # its weight's name relative to the base model, which keys its random draws
     module: nn.Module
     heads: int = 1
-    part: int | None = None  # its place in a fused matrix that is not split
+    part: int | None = None  # its index (q 0, k 1, v 2) in a fused matrix that is not split
     split: bool = False  # whether it was split off a fused matrix
     layout: str = "concat"
     score_scale: float = 1.0
 
     @property
     def weight(self) -> Tensor:
-        """The weight in `nn.Linear`'s layout, (out, in); of a fused matrix its part, perhaps a copy."""
+        """The weight in `nn.Linear`'s layout, (out, in); of a fused matrix its part, which may be a copy."""
         view = self._view(as_linear(self.module))
         return view.reshape(-1, view.shape[-1])
 
@@ -174,7 +174,7 @@ class Site:
 
     @property
     def attention(self) -> str:
-        """The path of the attention module: the same for q and k of one attention."""
+        """The path of the attention module, equal for q and k of one attention."""
         parent = self.path.removesuffix(f".{BASE_LAYER}").rpartition(".")[0]
         return parent.rpartition(".")[0] if self.split else parent
 
@@ -279,7 +279,7 @@ def _attention_sites(
 
 
 def relative_name(model: nn.Module, path: str) -> str:
-    """A name without the base model's: the same whatever task's head the model has."""
+    """A parameter's or module's name without the base model's prefix, equal for all task heads."""
     return path.removeprefix(getattr(model, "base_model_prefix", "") + ".")
 
 
@@ -332,25 +332,25 @@ def _norms_of_layers(model: nn.Module, norms: dict[str, nn.Module], selection: s
 
 
 def layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """(layer, number of layers in its stack) of those modules or parameters that are in a layer, by name."""
+    """Name -> (layer, number of layers in its stack), for those modules or parameters that are in a layer."""
     stacks = {attention.at.partition(".*")[0] for attention in family_of(model).attentions}
     layer = re.compile(rf"({'|'.join(map(re.escape, stacks))})\.(\d+)\.")
-    places = {name: match for name in names if (match := layer.match(relative_name(model, name)))}
+    matches = {name: match for name in names if (match := layer.match(relative_name(model, name)))}
     depths: dict[str, int] = {}
-    for match in places.values():
+    for match in matches.values():
         depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
-    return {name: (int(match[2]), depths[match[1]]) for name, match in places.items()}
+    return {name: (int(match[2]), depths[match[1]]) for name, match in matches.items()}
 
 
 def depths_from_top(model: nn.Module) -> dict[str, int]:
-    """How far below the task's head each parameter is: 0 for the head, 1 for the top layer, 2 for the one
+    """The distance of each parameter from the task's head: 0 for the head, 1 for the top layer, 2 for the one
     below, and so on down to the embeddings and their norms. A final norm counts as part of the top layer, a
-    pooler as part of the head. The layers of an encoder and of a decoder are counted separately, each from
-    its own top."""
+    pooler as part of the head. Layers of an encoder and of a decoder are counted separately, from the top of
+    each."""
     embedding_norms = family_of(model).embedding_norms
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = layers_of(model, [name for name, _ in model.named_parameters()])
-    bodies = {name.partition(".")[0] for name in layers}  # T5 has two beside its head, others one
+    bodies = {name.partition(".")[0] for name in layers}  # T5 has two besides its head, others one
     deepest = max((count for _, count in layers.values()), default=0)
     depths = {}
     for name, parameter in model.named_parameters():
@@ -366,11 +366,11 @@ def depths_from_top(model: nn.Module) -> dict[str, int]:
 
 
 def block_gain(site: Site, method: Method, blocks: np.ndarray) -> np.ndarray:
-    """What each head's unit-scale block of q or k is multiplied by, (heads,).
+    """The factor of each head's unit-scale block of q or k, (heads,).
 
     "own" is the spectral norm of the head's block in `blocks`, so that a head keeps its scale. With "family"
-    the queries carry all of the gain, as T5 itself starts them, so that a method that sets only one of the
-    two still gives scores of standard deviation 1.
+    the queries have all of the gain, as in T5's own initialisation, so that a method that sets only q or only
+    k still gives scores of standard deviation 1.
     """
     if method.gain == "own":
         return np.linalg.norm(blocks, ord=2, axis=(1, 2))

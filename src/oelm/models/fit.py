@@ -1,4 +1,4 @@
-"""What a model and its tokenizer must agree on: padding, positions, segments."""
+"""The settings that must match between a model and its tokenizer: padding, positions, segments."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from oelm.models.families import FAMILIES
 
 
 def agree_on_padding(model: Any, tokenizer: Any) -> None:
-    """Tell a classifier that reads a text's last token which token is padding, or refuse the tokenizer.
-    GPT-2, Llama and similar models read the last token that is not `config.pad_token_id`; with another id
-    there they would read the padding. T5 and BART read the last `config.eos_token_id`. All others recognise
-    padding by its mask and keep their config: RoBERTa counts positions from that id."""
+    """Set the padding token of a classifier that reads a text's last token, or refuse the tokenizer.
+
+    GPT-2, Llama and similar models read the last token that is not `config.pad_token_id`; with a wrong id
+    they would read the padding. T5 and BART read the last `config.eos_token_id`. All others recognise padding
+    by its mask, and their config is left unchanged, as RoBERTa counts positions from that id.
+    """
     if "SequenceClassification" not in type(model).__name__:
         return
     if model.config.is_encoder_decoder:
@@ -22,7 +24,7 @@ def agree_on_padding(model: Any, tokenizer: Any) -> None:
                 "config.json, and its tokenizer does not end texts with it, or pads with it too: use the "
                 "model's own tokenizer"
             )
-    elif hasattr(model, "score"):  # what transformers calls a head on the last token
+    elif hasattr(model, "score"):  # transformers' name of a head on the last token
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
             raise UserError(
                 f"{model.config.model_type} classifies by a text's last token, and its tokenizer has neither "
@@ -32,7 +34,7 @@ def agree_on_padding(model: Any, tokenizer: Any) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """The most tokens that a text may have; None where positions are relative and there is no limit."""
+    """The maximum number of tokens in a text; None if positions are relative and there is no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     kind = FAMILIES[config.model_type].positions if config.model_type in FAMILIES else "absolute"
     if not positions or kind == "relative":
@@ -41,6 +43,6 @@ def positions_of(config: Any) -> int | None:
 
 
 def takes_segments(model: Any) -> bool:
-    """Whether the second text of a pair may be marked by `token_type_ids`. A segment embedding of one row has
-    no row for it, and GPT-2, which has none, would look the mark up among its tokens."""
+    """Whether the model distinguishes the texts of a pair by `token_type_ids`. A segment embedding with one
+    row cannot, and GPT-2, which has none, would look the ids up in its token embedding."""
     return int(getattr(model.config, "type_vocab_size", 0) or 0) > 1

@@ -20,7 +20,7 @@ from oelm.system.files import delete, folder_beside, sync_files, sync_folder
 def write_model(
     folder: Path, model: PreTrainedModel, tokenizer: Any, card: str, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Write an ordinary checkpoint; one that is there already is replaced in one step."""
+    """Write an ordinary checkpoint; an existing one is replaced in one step."""
     disable_progress_bar()  # transformers' own
     with folder_beside(folder) as beside:
         model.save_pretrained(beside, state_dict=weights)
@@ -59,7 +59,7 @@ def model_card(
 
 
 def short_name(model: str) -> str:
-    """A hub id as it is, a folder by its name without the path, which would not help others."""
+    """A hub id as it is, of a folder the name without its path, which means nothing to others."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
@@ -87,20 +87,20 @@ def convert_checkpoint(
     not with the model."""
     check_new_folder(out)
     check_checkpoint(model)
-    words = load_tokenizer(tokenizer or model)
+    loaded_tokenizer = load_tokenizer(tokenizer or model)
     loaded = load_as_saved(model)
     rows = int(loaded.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    if len(words) > rows:
+    if len(loaded_tokenizer) > rows:
         raise UserError(
-            f"the tokenizer of {tokenizer or model} has {len(words):,} tokens, but the model knows {rows:,}; "
-            "name its own with --tokenizer"
+            f"the tokenizer of {tokenizer or model} has {len(loaded_tokenizer):,} tokens, but the model "
+            f"knows {rows:,}; name its own with --tokenizer"
         )
     report = convert(loaded, method, seed=seed)
     title = f"{short_name(model)}, converted by `{report.method}`"
     card = model_card(title, loaded, report, model, [UNTRAINED])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_model(out, loaded, words, card)
+        write_model(out, loaded, loaded_tokenizer, card)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}; name another folder") from None
     return report

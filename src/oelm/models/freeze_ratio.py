@@ -1,4 +1,4 @@
-"""`Method.freeze_ratio`: the layers of each role that make up at most this share of a model.
+"""Resolves `Method.freeze_ratio`: the layers of each role that together are at most this share of a model.
 
 Frozen first are q and k of all layers, then the weights of the feed-forward networks' first products (ffn_in)
 and then of their second ones (ffn_out), each from the bottom layer up, until the next matrix would exceed the
@@ -16,7 +16,7 @@ from oelm.models.families import Site, find_sites
 
 
 def resolve_ratio(model: nn.Module, method: Method) -> Method:
-    """The method with `freeze` and `start` of what its `freeze_ratio` comes to in this model."""
+    """The method with the `freeze` and `start` that its `freeze_ratio` means in this model."""
     ratio, of = method.freeze_ratio, method.freeze_ratio_of
     if ratio is None:
         return method
@@ -55,7 +55,7 @@ def resolve_ratio(model: nn.Module, method: Method) -> Method:
 
 
 def reached_share(model: nn.Module, method: Method) -> float | None:
-    """What `freeze_ratio` froze, as a share of what it is a ratio of; None for a method without it."""
+    """The share that `freeze_ratio` has frozen, of all that it refers to; None for a method without it."""
     if method.freeze_ratio is None:
         return None
     frozen = [s for s in find_sites(model) if method.freezes(s.role, s.layer, s.num_layers)]

@@ -1,7 +1,7 @@
-"""When what a method freezes is frozen: a function of the training step alone. No model is touched here.
+"""Schedules that freeze and unfreeze parameters by the training step. No model is touched here.
 
-Because nothing else decides it, a run that resumes freezes what the unbroken run does, and an audit knows at
-every step what must have stayed as it was. Points in training are steps, or shares of all steps if below 1.
+As only the step decides, a run that resumes freezes what an unbroken run does, and an audit knows at every
+step which weights must be unchanged. Points in training are steps, or shares of all steps if below 1.
 """
 
 import math
@@ -85,7 +85,8 @@ class FreezeSchedule:
         return tuple(self.unfreeze_at) if isinstance(self.unfreeze_at, Sequence) else (self.unfreeze_at,)
 
     def resolve(self, groups: int, total: int) -> "Timeline":
-        """The schedule in steps, in a run of so many, where so many groups of layers are unfrozen in turn."""
+        """The schedule in steps, for a run of `total` steps that unfreezes `groups` groups of layers in
+        turn."""
         refreeze = None if self.refreeze_at is None else _steps(self.refreeze_at, total)
         points = [_steps(point, total) for point in self.unfreeze_points]
         if len(points) > groups:
@@ -103,12 +104,15 @@ class FreezeSchedule:
 
     def check(self, groups: int, total: int) -> None:
         """Refuse a run in which a point is never reached, or which reaches them in another order."""
-        line = self.resolve(groups, total)
-        if list(line.unfreeze) != sorted(line.unfreeze):
+        timeline = self.resolve(groups, total)
+        if list(timeline.unfreeze) != sorted(timeline.unfreeze):
             raise UserError("freeze_schedule.unfreeze_at must be a list of growing points")
-        named = {"freeze_at": line.freeze, "unfreeze_at": line.unfreeze[0] if line.unfreeze else None}
+        named = {
+            "freeze_at": timeline.freeze,
+            "unfreeze_at": timeline.unfreeze[0] if timeline.unfreeze else None,
+        }
         reached = -1
-        for name, step in (named | {"refreeze_at": line.refreeze}).items():
+        for name, step in (named | {"refreeze_at": timeline.refreeze}).items():
             if step is None:
                 continue
             given = f"freeze_schedule.{name} = {getattr(self, name)} is step {step:,}"
@@ -117,27 +121,27 @@ class FreezeSchedule:
             if step <= reached:
                 raise UserError(f"{given} of {total:,}, which is not after the point before it")
             reached = step
-        self._check_last(line, total)
+        self._check_last(timeline, total)
 
-    def _check_last(self, line: "Timeline", total: int) -> None:
+    def _check_last(self, timeline: "Timeline", total: int) -> None:
         """Refuse a run whose last layers are never unfrozen."""
-        end = total if line.refreeze is None else line.refreeze
-        late = [step for step in line.unfreeze if step >= end]
+        end = total if timeline.refreeze is None else timeline.refreeze
+        late = [step for step in timeline.unfreeze if step >= end]
         if not late:
             return
-        what = "the run ends" if line.refreeze is None else "freeze_schedule.refreeze_at freezes them all"
+        what = "the run ends" if timeline.refreeze is None else "freeze_schedule.refreeze_at freezes them all"
         given = f"freeze_schedule.unfreeze_at = {self.unfreeze_at}"
         if self.every is not None:
             given += f", every = {self.every}"
         raise UserError(
-            f"{given}: the last of {len(line.unfreeze)} layers is due at step {late[-1]:,}, but {what} after "
-            f"{end:,}; {len(late)} would never train"
+            f"{given}: the last of {len(timeline.unfreeze)} layers is due at step {late[-1]:,}, but {what} "
+            f"after {end:,}; {len(late)} would never train"
         )
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in steps. Step n is the one before which n steps were taken."""
+    """A schedule in steps, which count from 0."""
 
     freeze: int
     unfreeze: tuple[int, ...]  # of each group; empty: never
@@ -145,7 +149,7 @@ class Timeline:
     warmup: int
 
     def frozen_since(self, group: int, step: int) -> int | None:
-        """The step since which a group of parameters is frozen at this step; None where it trains."""
+        """The step since which a group of parameters is frozen at this step; None if it trains."""
         again = self.refreeze is not None and step >= self.refreeze
         was_unfrozen = bool(self.unfreeze) and step >= self.unfreeze[group]
         if step < self.freeze or (was_unfrozen and not again):
@@ -154,20 +158,20 @@ class Timeline:
         return self.refreeze if again and between else self.freeze
 
     def trained_for(self, group: int, step: int) -> int:
-        """How many steps a group that trains at this step has been unfrozen, this one included."""
+        """For how many steps a group that trains at this step has been unfrozen, including this one."""
         if not self.unfreeze or step < self.unfreeze[group] or self.frozen_since(group, step) is not None:
             return 0
         return step - self.unfreeze[group] + 1
 
     def trained_steps(self, group: int, step: int) -> int:
-        """In how many of the steps up to this one, itself included, a group has trained."""
+        """The number of steps up to and including this one in which a group has trained."""
         if not self.unfreeze:
             return min(step + 1, self.freeze)
         end = step + 1 if self.refreeze is None else min(step + 1, self.refreeze)
         return min(step + 1, self.freeze) + max(0, end - self.unfreeze[group])
 
     def lr_factor(self, group: int, step: int) -> float:
-        """What the learning rate of a group is multiplied by: below 1 while it warms up."""
+        """The factor of a group's learning rate: below 1 while it warms up."""
         trained = self.trained_for(group, step)
         return trained / self.warmup if 0 < trained < self.warmup else 1.0
 
@@ -186,5 +190,5 @@ def _is_point(value: Any, zero: bool = False) -> bool:
 
 
 def _steps(point: float, total: int) -> int:
-    """A point in steps. None is before the first step: what is frozen at step 0 depends on no length."""
+    """A point in steps, at least 1, so that what is frozen at step 0 never depends on the run's length."""
     return max(1, round(point * total)) if point < 1 else int(point)

@@ -1,4 +1,4 @@
-"""What of a model is frozen at a step of its training. Without a schedule, that is the same at every step."""
+"""The parameters of a model that are frozen at a step of training; without a schedule, always the same."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -11,19 +11,18 @@ from oelm.models.freeze_schedule import FreezeSchedule, Timeline
 
 
 class At(NamedTuple):
-    """A step of a run (the last one taken), and how many steps the run has."""
+    """A moment in a run: its step, and the run's total number of steps."""
 
     step: int = 0
-    total: int = 1  # at step 0 a schedule does not depend on it
+    total: int = 1  # has no effect at step 0
 
 
 START = At()
 
 
 def unfreezing_groups(model: nn.Module, method: Method) -> dict[str, int]:
-    """By name, every parameter that the method freezes at some time, and which of the groups 0, 1, ... that
-    are unfrozen one after another it belongs to. Layers of an encoder and a decoder go in pairs, from the
-    top."""
+    """Every parameter that the method freezes at any time, by name, with its group 0, 1, ...; groups are
+    unfrozen one after another. Layers of an encoder and a decoder go in pairs, from the top."""
     names = frozen_names(model, method)
     order = method.schedule.order if method.schedule else "together"
     if order == "together":
@@ -38,14 +37,14 @@ def timeline_of(schedule: FreezeSchedule, groups: Iterable[int], total: int) -> 
 
 
 def frozen_at(model: nn.Module, method: Method, at: At) -> dict[str, int]:
-    """The parameters that the method has frozen at a step, by name, and the step since which they are."""
+    """The parameters that the method has frozen at a step: name -> the step since which they are frozen."""
     if not method.schedule:
         return dict.fromkeys(frozen_names(model, method), 0)
     groups = unfreezing_groups(model, method)
     return frozen_by(timeline_of(method.schedule, groups.values(), at.total), groups, at.step)
 
 
-def frozen_by(line: Timeline, groups: Mapping[str, int], step: int) -> dict[str, int]:
-    """The parameters that a timeline has frozen at a step, by name, and the step since which they are."""
-    since = {name: line.frozen_since(group, step) for name, group in groups.items()}
+def frozen_by(timeline: Timeline, groups: Mapping[str, int], step: int) -> dict[str, int]:
+    """The parameters that a timeline has frozen at a step: name -> the step since which they are frozen."""
+    since = {name: timeline.frozen_since(group, step) for name, group in groups.items()}
     return {name: first for name, first in since.items() if first is not None}

@@ -1,9 +1,9 @@
-"""Fused Q/K/V: three parameters, one product.
+"""Fused Q/K/V as three parameters and one matrix product.
 
 Some architectures store query, key and value as one matrix. A part of a parameter cannot be frozen: with its
-gradient masked, AdamW's weight decay would still shrink it. Three products instead of one would cost more
-time than freezing saves. So the parameters are split and the product is not: one matrix multiplication
-forward; backward, a weight gradient for the trainable parts and no others.
+gradient masked, AdamW's weight decay would still shrink it. Three products instead of one would take more
+time than freezing saves. So the parameter is split and the product is not: the forward pass is one matrix
+multiplication, and the backward pass computes weight gradients for the trainable parts only.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class _PackedProduct(torch.autograd.Function):
 
 
 class _SplitProduct(torch.autograd.Function):
-    """The same without a bias and with one output per part, so that the gradients need not be split. No
+    """`_PackedProduct` without a bias and with one output per part, so that gradients need not be split. No
     gradient flows through the first `constant` outputs."""
 
     @staticmethod
@@ -156,7 +156,7 @@ def split_linear(
 
 
 def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments cast as autocast would: it does not act inside a custom function's backward."""
+    """The arguments cast as autocast would cast them, as it does not act in a custom function's backward."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight, bias
@@ -198,13 +198,13 @@ class SplitQKV(nn.Module):
         return fuse(biases, self.heads, self.layout) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-2] == 1 and not torch.is_grad_enabled():  # a token of a text that is generated
+        if x.shape[-2] == 1 and not torch.is_grad_enabled():  # one token, in generation
             outputs = [part(x).movedim(-1, 0) for part in self.parts]
             return fuse(outputs, self.heads, self.layout).movedim(0, -1)
         return packed_linear(x, self.parts, self.heads, self.layout)
 
     def to_fused(self) -> nn.Linear | Conv1D:
-        """The module this one replaced, with the weights as they are now."""
+        """A fused module like the one that was replaced, with the current weights."""
         weight, bias = self.weight.detach(), self.bias
         out, in_ = reversed(weight.shape) if self.transposed else weight.shape
         fused: nn.Linear | Conv1D

@@ -34,7 +34,7 @@ from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.gpt_block import Block, attention_mask_of, rotation_of
 from oelm.models.gpt_config import OelmGPTConfig
-from oelm.models.initial_values import drawn_together, initial_value
+from oelm.models.initial_values import drawing_in_threads, initial_value
 from oelm.models.lm_loss import causal_lm_loss, shifted
 from oelm.models.pretrained import check_files
 from oelm.system.private_transformers import is_default_causal_lm_loss, is_loaded
@@ -88,13 +88,13 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.causal = True
         named = () if self.wte.weight.is_meta else self.named_parameters()
-        asked = [
+        weights = [
             (config.init_seed, name, tuple(p.shape), config.num_heads) for name, p in named if p.dim() > 1
         ]
-        with drawn_together(asked, torch.get_num_threads()):
+        with drawing_in_threads(weights, torch.get_num_threads()):
             self.post_init()
-        # A config that names a method is honoured when a model is built from it. While `from_pretrained`
-        # builds one on the meta device there is nothing to convert yet; it refreezes after loading.
+        # A model built from a config with a method is converted by it. `from_pretrained` builds it on the
+        # meta device, where there is nothing to convert yet, and refreezes it after loading.
         if config.oelm and not self.wte.weight.is_meta:
             record = config.oelm
             apply_method(self, Method.from_dict(record["method"]), record["seed"], record["init"])
@@ -139,20 +139,20 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
     def positions_and_mask(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cached: int
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """Position ids (B, T), an attention mask (B, 1, T, S) where one is needed, and whether attention must
-        be causal beside it."""
+        """Position ids (B, T), an attention mask (B, 1, T, S) or None, and whether attention must be causal
+        in addition."""
         length, device = x.shape[1], x.device
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask must be (texts, positions), not {tuple(attention_mask.shape)}")
         if attention_mask is not None and device.type == "cpu" and attention_mask.all():
-            attention_mask = None  # attention without a mask is faster; a GPU would have to be waited for
-        seen = length + cached
-        self.check_positions(seen)
-        valid = torch.ones(1, seen, device=device) if attention_mask is None else attention_mask
+            attention_mask = None  # attention without a mask is faster; on a GPU the check would synchronise
+        total = length + cached
+        self.check_positions(total)
+        valid = torch.ones(1, total, device=device) if attention_mask is None else attention_mask
         if position_ids is None:
-            # Padding does not count: a text gives the same result wherever its padding stands.
+            # Padding is not counted, so that a text gives the same result on whichever side it is padded.
             position_ids = (valid.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        if attention_mask is not None or (self.causal and 1 < length < seen):
+        if attention_mask is not None or (self.causal and 1 < length < total):
             return position_ids, attention_mask_of(valid, length, self.causal), False
         return position_ids, None, self.causal and length > 1
 
@@ -161,7 +161,7 @@ class OelmGPTModel(OelmGPTPreTrainedModel):
             raise UserError(f"{longest} positions, but this model has {self.config.max_position_embeddings}")
 
     def rotation(self, position_ids: Tensor, texts: int) -> Tensor | None:
-        """The angles of rotary positions; None where positions are learned."""
+        """The angles of rotary positions; None if positions are learned."""
         if self.config.positions == "learned":
             return None
         head_dim = self.config.d_model // self.config.num_heads
@@ -193,8 +193,8 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Labels are the input ids, shifted here; `shift_labels` are shifted already. -100 is ignored.
 
-        While training with labels the loss is computed in chunks and `logits` is None: they would be the
-        largest tensor by far. `skip_logits` decides it either way. Only the loss in chunks knows
+        In training with labels the loss is computed in chunks and `logits` is None, as they would be by far
+        the largest tensor. `skip_logits` overrides this choice. Only the loss in chunks supports
         `label_smoothing` and the `reduction`s "sum" and "none" (every position's loss, without gradient).
         """
         if use_cache is None:
@@ -203,13 +203,14 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = out.last_hidden_state[:, keep, :]
         targets = shifted(labels) if labels is not None and shift_labels is None else shift_labels
-        # Another head (an adapter's, a sharded one) or a loss of the user's own must be called, not imitated.
-        ours = type(self.lm_head) is nn.Linear and is_default_causal_lm_loss(self.loss_function)
+        # The loss in chunks replaces neither another head (an adapter's, a sharded one) nor the user's own
+        # loss.
+        replaceable = type(self.lm_head) is nn.Linear and is_default_causal_lm_loss(self.loss_function)
         if skip_logits is None:
-            skip_logits = self.training and targets is not None and ours
+            skip_logits = self.training and targets is not None and replaceable
         logits, loss = None, None
         if skip_logits:
-            if targets is None or not ours:
+            if targets is None or not replaceable:
                 raise UserError("skip_logits needs labels, and the model's own lm_head and loss_function")
             options = (num_items_in_batch, label_smoothing, reduction)
             loss = causal_lm_loss(hidden, self.lm_head.weight, targets, *options)
@@ -226,15 +227,15 @@ class OelmGPTForCausalLM(OelmGPTPreTrainedModel, GenerationMixin):
 
 
 def label_loss(logits: Tensor, labels: Tensor | None) -> Any:
-    """The mean over the labels that count (not -100), in float32: the cross-entropy, or the squared error of
-    real numbers. None without labels."""
+    """The mean over labels other than -100, in float32: the cross-entropy or, for real numbers, the squared
+    error. None without labels."""
     if labels is not None and labels.is_floating_point():
         return F.mse_loss(logits.float().squeeze(-1), labels.float())
     return None if labels is None else F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
 class _Bidirectional(OelmGPTPreTrainedModel):
-    """What the models that read a whole text share: attention in both directions, dropout, a linear head."""
+    """The base of models that read a whole text: attention in both directions, dropout, a linear head."""
 
     accepts_loss_kwargs = False  # Hugging Face's Trainer must divide by its accumulation steps itself
 
@@ -272,7 +273,7 @@ class OelmGPTForSequenceClassification(_Bidirectional):
 
 
 def last_positions(valid: Tensor) -> Tensor:
-    """Where the last valid token of every text is (B,); 0 for a text without one."""
+    """The index of the last valid token of every text, (B,); 0 for a text without one."""
     return (valid.long() * torch.arange(valid.shape[1], device=valid.device)).argmax(1)
 
 
@@ -311,11 +312,11 @@ class OelmGPTForQuestionAnswering(_Bidirectional):
         start, end = self.classifier(self.dropout(out.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            # An answer outside this window of its document does not count.
-            places = [
+            # An answer outside this window of its document is ignored.
+            positions = [
                 p.where((p >= 0) & (p < start.shape[1]), -100) for p in (start_positions, end_positions)
             ]
-            loss = (label_loss(start, places[0]) + label_loss(end, places[1])) / 2
+            loss = (label_loss(start, positions[0]) + label_loss(end, positions[1])) / 2
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=out.hidden_states
         )

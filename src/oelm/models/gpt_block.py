@@ -1,7 +1,7 @@
-"""A block of the reference GPT: self-attention, feed-forward network, residual connections. The model they
-make is in gpt.py; speed/forward.py computes the same faster.
+"""A block of the reference GPT: self-attention, feed-forward network, residual connections. The whole model
+is in gpt.py; speed/forward.py computes the same faster.
 
-Shapes in comments: B texts, T positions, S positions seen (T plus cached), C = d_model, H heads, D = C / H.
+Shapes in comments: B texts, T positions, S key positions (T plus cached), C = d_model, H heads, D = C / H.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.layer_idx = config.num_heads, layer_idx
         self.attention_dropout = config.attention_dropout
-        self.value_only = False  # set by a method whose scores are constants for the backward pass
+        self.value_only = False  # set by a method that sends no gradient through the scores
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -75,7 +75,7 @@ class Block(GradientCheckpointingLayer):
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """PyTorch's attention of (B, H, T, D) tensors, by kernels that are right about masks."""
+    """PyTorch's attention of (B, H, T, D) tensors, by kernels that handle masks correctly."""
     with sdpa_kernel(MASKED_KERNELS) if mask is not None and q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
 
@@ -88,19 +88,20 @@ def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle. Lengths, and so orthonormality, stay."""
+    """Rotate each pair (x[i], x[i + D/2]) by its position's angle, which preserves norms and
+    orthonormality."""
     cos, sin = rotation.to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
 def attention_mask_of(valid: Tensor, queries: int, causal: bool) -> Tensor:
-    """Who may look at whom, (B, 1, T, S), from which of the S positions are text (B, S). A padded query may
-    look at itself: with nothing to look at its softmax would be NaN, and the NaN would reach real tokens
-    through the next layer."""
-    seen = valid.shape[1]
-    query = torch.arange(seen - queries, seen, device=valid.device)[:, None]
-    key = torch.arange(seen, device=valid.device)[None, :]
+    """The attention mask (B, 1, T, S), true where a query may attend, from the positions that are text (B,
+    S). A padded query attends to itself: without any key its softmax would be NaN, which would reach real
+    tokens through the next layer."""
+    total = valid.shape[1]
+    query = torch.arange(total - queries, total, device=valid.device)[:, None]
+    key = torch.arange(total, device=valid.device)[None, :]
     mask = valid[:, None, None, :].bool()
     if causal:
         mask = mask & (key <= query)

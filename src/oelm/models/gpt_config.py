@@ -9,9 +9,9 @@ from oelm.errors import UserError
 from oelm.models.gpt_sizes import PRESETS, SIZES
 
 
-@strict  # as transformers' own: a value of another type is refused
+@strict  # as in transformers' own configs: a value of another type is refused
 class OelmGPTConfig(PreTrainedConfig):
-    """`oelm` holds the method a model was converted with, `init_seed` where its weights start."""
+    """`oelm` is the record of the method a model was converted with, `init_seed` the seed of its weights."""
 
     model_type = "oelm-gpt"
     keys_to_ignore_at_inference = ["past_key_values"]

@@ -38,12 +38,13 @@ REPORTED = {
 
 
 def size_name(name: str) -> str:
-    """Our name of a size in any spelling, such as Medium-512 or GPT_Medium_512; any other name as it is."""
+    """The name in SIZES of a size in any spelling, such as Medium-512 or GPT_Medium_512; other names as they
+    are."""
     if name in SIZES or Path(name).exists():
         return name
     letters = re.sub(r"[\s_-]+", "", name.lower())
-    ours = {re.sub("-", "", size): size for size in SIZES}
-    return REPORTED.get(letters, ours.get(letters, name))
+    known = {re.sub("-", "", size): size for size in SIZES}
+    return REPORTED.get(letters, known.get(letters, name))
 
 
 def is_reference(name: str) -> bool:

@@ -1,7 +1,8 @@
-"""How the weights of the reference GPT start, each drawn by a generator of its own: gpt.py has the table.
+"""The initial weights of the reference GPT, each drawn by a generator of its own; gpt.py has the table.
 
-None depends on another, so a run whose shapes are known early has them drawn by a thread while Python imports
-torch and transformers, and a large model by several threads. What is drawn is the same either way.
+They do not depend on one another. So a run whose shapes are known early draws them in a thread while Python
+imports torch and transformers, and a large model draws them in several threads. The values are always the
+same.
 """
 
 import contextlib
@@ -21,27 +22,27 @@ from oelm.models.gpt_sizes import SIZES
 from oelm.orthogonal import NORMAL_STD, draw_blocks, generator, to_weight
 
 Array = np.ndarray
-Asked = tuple[int, str, tuple[int, ...], int]  # the arguments of `initial_value`
-MOST_AHEAD = 1 << 28  # numbers: 1 GiB of a model that is not built yet, or of several that are equal
+DrawKey = tuple[int, str, tuple[int, ...], int]  # the arguments of `initial_value`
+MOST_AHEAD = 1 << 28  # numbers (1 GiB) that are drawn before the model is built, or kept for several models
 LARGE = 1 << 26  # numbers that take one thread half a second
-_AHEAD: dict[Asked, "Future[Array]"] = {}
-_LATER: deque[Callable[[], None]] = deque()  # each starts to draw one more
-_KEPT: dict[Asked, Array] = {}  # while `drawn_once` lasts, up to so many numbers
+_FUTURES: dict[DrawKey, "Future[Array]"] = {}
+_DEFERRED: deque[Callable[[], None]] = deque()  # calls that start to draw the next weight
+_KEPT: dict[DrawKey, Array] = {}  # within `sharing_draws`: drawn weights, of at most `_keeps` numbers
 _keeps = 0
 
 
 def initial_value(seed: int, name: str, shape: tuple[int, ...], heads: int) -> Array:
-    """The first value of a weight, by its name in `OelmGPTModel`. Q and K are drawn head by head, the same
-    draws as blocks of the kind "normal", in float64."""
+    """The initial value of a weight, by its name in `OelmGPTModel`. Q and K are drawn head by head in
+    float64, as blocks of the kind "normal"."""
     key = (seed, name, shape, heads)
     if key in _KEPT:
         return _KEPT[key]
-    drawn = _AHEAD.pop(key, None)
+    drawn = _FUTURES.pop(key, None)
     if drawn is None:
         value = _draw(*key)
     else:
-        if _LATER:
-            _LATER.popleft()()
+        if _DEFERRED:
+            _DEFERRED.popleft()()
         value = drawn.result()
     if sum(kept.size for kept in _KEPT.values()) + value.size <= _keeps:
         _KEPT[key] = value
@@ -49,8 +50,9 @@ def initial_value(seed: int, name: str, shape: tuple[int, ...], heads: int) -> A
 
 
 @contextlib.contextmanager
-def drawn_once() -> Iterator[None]:
-    """Draw each weight once for all models that are built while this lasts, if there is memory for that."""
+def sharing_draws() -> Iterator[None]:
+    """A context in which each weight is drawn once for all models that are built, up to MOST_AHEAD
+    numbers."""
     global _keeps
     _keeps = MOST_AHEAD
     try:
@@ -61,56 +63,56 @@ def drawn_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawn_together(asked: Iterable[Asked], threads: int) -> Iterator[None]:
-    """Draw the weights of a large model by so many threads, a few of them before it asks for them, in this
-    order."""
-    left = [key for key in asked if key not in _AHEAD and key not in _KEPT]
+def drawing_in_threads(keys: Iterable[DrawKey], threads: int) -> Iterator[None]:
+    """A context in which the weights of a large model are drawn by several threads, in the order of `keys`, a
+    few of them ahead of `initial_value`."""
+    left = [key for key in keys if key not in _FUTURES and key not in _KEPT]
     if threads < 2 or sum(math.prod(shape) for _, _, shape, _ in left) < LARGE:
         yield
         return
 
-    def draw(key: Asked) -> None:
-        _AHEAD[key] = pool.submit(_draw, *key)
+    def draw(key: DrawKey) -> None:
+        _FUTURES[key] = pool.submit(_draw, *key)
 
     with ThreadPoolExecutor(threads) as pool:
-        _LATER.extend(partial(draw, key) for key in left)
+        _DEFERRED.extend(partial(draw, key) for key in left)
         for _ in range(min(2 * threads, len(left))):
-            _LATER.popleft()()
+            _DEFERRED.popleft()()
         try:
             yield
         finally:
-            _LATER.clear()
+            _DEFERRED.clear()
             for key in left:
-                _AHEAD.pop(key, None)
+                _FUTURES.pop(key, None)
 
 
 @contextlib.contextmanager
-def drawn_ahead(config: RunConfig) -> Iterator[None]:
-    """Draw the weights of a run that names a size and a prepared dataset in a thread, in the order in which
-    its model asks for them. Nothing happens where they are not known yet."""
+def drawing_ahead(config: RunConfig) -> Iterator[None]:
+    """A context in which a thread draws the weights of a run ahead, in the order in which its model needs
+    them. It does nothing unless the run names a size and a prepared dataset, which give their shapes."""
     if wanted := _wanted(config):
-        _AHEAD.update({asked: Future() for asked in wanted})
-        threading.Thread(target=_draw_all, args=(dict(_AHEAD),), daemon=True).start()
+        _FUTURES.update({key: Future() for key in wanted})
+        threading.Thread(target=_draw_all, args=(dict(_FUTURES),), daemon=True).start()
     try:
         yield
     finally:
-        _AHEAD.clear()
+        _FUTURES.clear()
 
 
-def _wanted(config: RunConfig) -> list[Asked]:
+def _wanted(config: RunConfig) -> list[DrawKey]:
     size, data = SIZES.get(config.model.name or ""), config.task.data
     if size is None or data is None:
         return []
     try:
         vocabulary = int(json.loads(Path(data, "store.json").read_text())["tokenizer"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):  # no prepared dataset, or none that can be read
+    except (OSError, ValueError, KeyError, TypeError):  # not a prepared dataset, or a damaged one
         return []
-    asked, left = [], MOST_AHEAD
+    keys, left = [], MOST_AHEAD
     for name, shape in _weights(*size, vocabulary):
         left -= math.prod(shape)
         if left >= 0:
-            asked.append((config.training.seed, name, shape, size[2]))
-    return asked
+            keys.append((config.training.seed, name, shape, size[2]))
+    return keys
 
 
 def _weights(
@@ -125,12 +127,12 @@ def _weights(
         yield f"h.{layer}.mlp.fc_out.weight", (width, 4 * width)
 
 
-def _draw_all(asked: dict[Asked, "Future[Array]"]) -> None:
-    for key, drawn in asked.items():
+def _draw_all(futures: dict[DrawKey, "Future[Array]"]) -> None:
+    for key, future in futures.items():
         try:
-            drawn.set_result(_draw(*key))
-        except BaseException as error:  # for the one who asks
-            drawn.set_exception(error)
+            future.set_result(_draw(*key))
+        except BaseException as error:  # raised by the thread that reads the result
+            future.set_exception(error)
 
 
 def _draw(seed: int, name: str, shape: tuple[int, ...], heads: int) -> Array:

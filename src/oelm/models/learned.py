@@ -1,12 +1,12 @@
-"""What may still be learned while q and k stay frozen: factors of heads or head dimensions, and adapters.
+"""Learned additions to frozen q and k: factors of heads or head dimensions, and low-rank adapters.
 
 A frozen projection of weight W and bias b computes with diag(s) W + B A and diag(s) b. The factors s belong
 to the queries, so that a head's scores are those of W_Q diag(s) W_K'; the low-rank adapters B A are on
-queries and keys. At the start s is 1 and B is 0, and no output changes. What is learned is applied to the
-weights, not to the tokens: q, k and v stay one product, and what is added does not grow with the batch.
+queries and keys. At the start s is 1 and B is 0, so that no output changes. The additions are applied to the
+weights, not to the tokens: q, k and v stay one product, and the extra cost does not grow with the batch.
 
-The state dict is that of the plain projection with all of it in its weight and bias, so that whatever saves
-the model saves an ordinary checkpoint.
+The state dict is that of the plain projection with the additions merged into its weight and bias, so that any
+code that saves the model saves an ordinary checkpoint.
 """
 
 from collections.abc import Iterable
@@ -29,10 +29,10 @@ SCALE, UP, DOWN = "learned_scale", "learned_up", "learned_down"
 
 
 class LearnedLinear(nn.Linear):
-    """A frozen projection and what is learned beside it: `scale` factors, each of equally many rows of the
-    weight (0: none), and an adapter, of which `down` is where A starts (None: none)."""
+    """A frozen projection with learned additions: `scale` factors, each for equally many rows of the weight
+    (0: none), and an adapter whose A starts as `down` (None: none)."""
 
-    holds_learned = False  # whether an ordinary state dict was loaded, which may hold what was learned before
+    holds_learned = False  # whether a plain state dict was loaded, whose weights may include merged additions
 
     def __init__(self, frozen: nn.Linear, scale: int, down: Tensor | None) -> None:
         super().__init__(frozen.in_features, frozen.out_features, frozen.bias is not None, device="meta")
@@ -49,7 +49,7 @@ class LearnedLinear(nn.Linear):
         mark_initialized(self)
 
     def effective(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias that it computes with, formed in their own precision, in autocast's dtype."""
+        """The weight and bias with the additions, merged in their own precision, then cast by autocast."""
         scale, up, down = (getattr(self, name) for name in (SCALE, UP, DOWN))
         kind = self.weight.device.type
         with torch.autocast(kind, enabled=False):
@@ -63,7 +63,7 @@ class LearnedLinear(nn.Linear):
         return F.linear(x, *self.effective())
 
     def merged(self) -> nn.Linear:
-        """The plain projection that computes the same."""
+        """A plain projection that computes the same."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
             weight, bias = merge(self.weight, self.bias, *(getattr(self, name) for name in (SCALE, UP, DOWN)))
@@ -87,12 +87,12 @@ def merge(
 
 
 def effective(part: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias that a projection computes with."""
+    """The weight and bias of a projection, learned additions included."""
     return part.effective() if isinstance(part, LearnedLinear) else (part.weight, part.bias)
 
 
 def learned_layers(model: nn.Module) -> dict[str, LearnedLinear]:
-    """The projections beside which something is learned, by their paths."""
+    """The projections with learned additions, by their paths."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LearnedLinear)}
 
 
@@ -105,7 +105,7 @@ def is_qk_adapter(name: str) -> bool:
 
 
 def changed_kinds(method: Method, site: "Site") -> tuple[str, ...]:
-    """Of "weight" and "bias", which of this projection's the method's learning changes once it is merged."""
+    """Which of this projection's "weight" and "bias" the method's learned additions change when merged."""
     if not method.freezes(site.role, site.layer, site.num_layers):
         return ()
     if site.role == "q" and method.qk_scale != "none":
@@ -114,7 +114,7 @@ def changed_kinds(method: Method, site: "Site") -> tuple[str, ...]:
 
 
 def check_learned(model: nn.Module, method: Method, sites: Iterable["Site"]) -> None:
-    """Refuse, before the model is touched, what the architecture cannot merge or does not heed."""
+    """Refuse, before the model is touched, an addition that the architecture cannot merge or would undo."""
     for site in sites:
         if not changed_kinds(method, site):
             continue
@@ -130,8 +130,8 @@ def check_learned(model: nn.Module, method: Method, sites: Iterable["Site"]) -> 
 
 
 def add_learned(model: nn.Module, method: Method, seed: int, sites: Iterable["Site"]) -> None:
-    """Let the method's few numbers be learned beside the frozen projections among the `sites` (fused matrices
-    already split). Adapters start as PEFT's: A uniform within 1/sqrt(width), B zero."""
+    """Add the method's learned factors and adapters to the frozen projections among the `sites` (fused
+    matrices already split). Adapters start as PEFT's: A uniform within 1/sqrt(width), B zero."""
     for site in sites:
         if not changed_kinds(method, site):
             continue
@@ -148,7 +148,7 @@ def add_learned(model: nn.Module, method: Method, seed: int, sites: Iterable["Si
 
 
 def has_qk_norm(model: nn.Module, site: "Site") -> bool:
-    """Whether the attention norms queries and keys after their projections, as Qwen3 does."""
+    """Whether the attention normalises queries and keys after their projections, as Qwen3 does."""
     attention = model.get_submodule(site.attention)
     return hasattr(attention, "q_norm") and hasattr(attention, "k_norm")
 
@@ -165,7 +165,7 @@ def _save_merged(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _load_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A plain projection's weights are taken as they are, with nothing learned beside them."""
+    """Load a plain projection's weights unchanged, and reset the additions to their start."""
     assert isinstance(module, LearnedLinear)
     starts = {SCALE: torch.ones_like, UP: torch.zeros_like, DOWN: torch.clone}
     own = {name: value for name in starts if (value := getattr(module, name)) is not None}

@@ -2,11 +2,11 @@
 
 The logits of a batch, tokens x vocabulary, are its largest tensor by far: 65,536 tokens and 50,257 words make
 6.6 GB in bf16, and twice that again for the softmax in fp32, kept until the backward pass. Here they exist
-for one chunk only: its logits, its losses and at once its share of both gradients, so that the backward pass
-has only to scale what is there.
+for one chunk at a time: the forward pass computes its logits, its losses and its share of both gradients, and
+the backward pass only scales the gradients.
 
 Inside, the vocabulary is padded to a multiple of 64, because a GPU multiplies unaligned matrices slowly. The
-padding has no probability, and no parameter, gradient or checkpoint knows of it.
+padding has probability 0 and does not appear in parameters, gradients or checkpoints.
 
 Shapes in comments: N rows, C = d_model, V words, P = V padded, n rows of a chunk.
 """
@@ -23,12 +23,13 @@ from oelm.errors import UserError
 
 IGNORE_INDEX = -100
 ALIGNMENT = 64
-# Logits in a chunk. On a GPU enough to keep all of it busy, on a CPU few enough for its caches, but not so
-# few rows that adding up their weight gradients takes the time.
+# Logits in a chunk: on a GPU enough to keep it busy, on a CPU few enough for its caches, but enough rows that
+# adding up weight gradients does not dominate.
 CHUNK_LOGITS = {"cuda": 1 << 30, "cpu": 1 << 21}
 SMALLEST_CHUNK = 128
-NO_AUTOCAST = "meta"  # the device on which sizes and operations are counted
-# Most probabilities lie below fp16's normal numbers; times this they do not. Sums are fp32: none overflows.
+NO_AUTOCAST = "meta"  # the device for counting sizes and operations, which has no autocast
+# Most probabilities are below fp16's normal numbers; this factor lifts them. Sums are fp32 and cannot
+# overflow.
 FP16_GAIN = 1024.0
 
 
@@ -36,7 +37,7 @@ def no_kernel(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | Non
     return None
 
 
-# Gives a kernel for a chunk's losses (and gradient, in place of its logits); the fast path puts its own here.
+# Returns a kernel for a chunk's losses (and its gradient, in place of its logits); set by the fast path.
 kernel_for: Callable[[Tensor, torch.dtype], Callable[..., Tensor] | None] = no_kernel
 
 
@@ -45,9 +46,9 @@ def lm_loss(
 ) -> Tensor:
     """The cross-entropy of the logits `hidden @ weight.T` (N, V) against targets (N,), summed over the rows.
 
-    Rows whose target is -100 do not count. The products are made in the dtype of autocast, else in that of
-    `hidden`; softmax, sums and the loss are in float32 at least. `chunk` is the number of rows at a time;
-    left out, it suits the device. The loss can be differentiated once.
+    Rows whose target is -100 are ignored. Products are computed in the dtype of autocast or else of `hidden`;
+    softmax, sums and the loss in at least float32. `chunk` is the number of rows at a time, by default one
+    that suits the device. The loss can be differentiated once.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _ChunkedLoss.apply(hidden, weight, targets, chunk, label_smoothing)
@@ -58,7 +59,7 @@ def lm_loss(
 def lm_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """What `lm_loss` sums, row by row (N,), 0 where a row does not count. It has no gradient."""
+    """The loss of each row (N,), 0 for an ignored row; `lm_loss` is their sum. Without gradient."""
     return _in_chunks(hidden, weight, targets, chunk, label_smoothing, [False, False])[0]
 
 
@@ -70,9 +71,8 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Any:
-    """The loss of a batch, hidden (texts, positions, C) and targets (texts, positions). "mean" divides the
-    sum by `num_items`, or by the number of targets that count; "none" keeps one loss for every position,
-    without gradient."""
+    """The loss of a batch, hidden (B, T, C) and targets (B, T). "mean" divides the sum by `num_items` or by
+    the number of targets that are not ignored; "none" gives the loss of every position, without gradient."""
     rows, targets = hidden.flatten(0, 1), targets.to(hidden.device)
     if reduction == "none":
         return lm_losses(rows, weight, targets.flatten(), label_smoothing=label_smoothing).view_as(targets)
@@ -87,7 +87,7 @@ def causal_lm_loss(
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """What follows every position (texts, positions); nothing follows the last."""
+    """The label that follows every position, (B, T); IGNORE_INDEX after the last."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
@@ -116,8 +116,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _in_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, smoothing: float, wanted: list[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """The loss of every row (N,), 0 where it does not count; the gradients of their sum by hidden and weight,
-    where they are wanted, times a gain; and that gain."""
+    """The loss of every row (N,), 0 for ignored rows; the gradients of their sum with respect to hidden and
+    weight, where `wanted`, times a gain; and that gain."""
     dtype = _product_dtype(hidden)
     wide, rows = _wide(dtype), chunk or _rows(hidden, weight)
     # Only CUDA multiplies two narrow matrices into a wide one; elsewhere the factors are widened.
@@ -128,7 +128,7 @@ def _in_chunks(
     with nullcontext() if kind == NO_AUTOCAST else torch.autocast(kind, enabled=False):
         fused = kernel_for(hidden, dtype) if dtype == narrow else None
         kept, x = targets != IGNORE_INDEX, hidden.detach().to(dtype)
-        if any(wanted):  # rows that do not count may hold anything: keep it out of the weight's gradient
+        if any(wanted):  # ignored rows may hold NaN, which must not reach the weight's gradient
             x = x.masked_fill(~kept[:, None], 0)
         targets = targets.contiguous() if fused else targets.masked_fill(~kept, 0)
         padded, vocab = _padded(weight, dtype), len(weight)
@@ -139,11 +139,11 @@ def _in_chunks(
             grad_weight, x_factor = torch.zeros_like(padded, dtype=wide), x.to(narrow)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            grad = x[part] @ padded.t()  # the logits (n, P), as yet
+            grad = x[part] @ padded.t()  # first the logits (n, P), then their gradient
             if fused:
                 losses[part] = fused(grad, targets[part], vocab, smoothing, gain, IGNORE_INDEX, any(wanted))
             else:
-                grad[:, vocab:] = -torch.inf  # the padding has no probability
+                grad[:, vocab:] = -torch.inf  # so that the padding has probability 0
                 into = narrow if any(wanted) else None
                 losses[part], grad = _losses_and_gradient(grad, targets[part], vocab, smoothing, into, gain)
             if grad_hidden is not None:
@@ -163,7 +163,7 @@ def _losses_and_gradient(
     unless `narrow` is None. The gradient of the padding does not matter: it is multiplied by rows of zeros
     and dropped."""
     logp = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))  # (n, P)
-    # Cut to the vocabulary, so that a target outside it raises even where the padding has a place for it.
+    # Cut to the vocabulary, so that a target outside it raises an error even if it is inside the padding.
     at = logp[:, :vocab].gather(1, targets[:, None])  # (n, 1)
     losses = -at[:, 0]
     if smoothing:
@@ -179,7 +179,7 @@ def _losses_and_gradient(
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype` with rows of zeros below, (P, C): one copy, or none where none is needed."""
+    """The weight in `dtype` with rows of zeros below, (P, C), with at most one copy."""
     vocab, width = weight.shape
     padding = -vocab % ALIGNMENT
     if not padding:
@@ -191,7 +191,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """a @ b into `out`, or added to what is there; of narrow factors without a narrow product in between."""
+    """Write a @ b into `out`, or add it; the product of narrow factors is never rounded to their dtype."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     else:
@@ -211,6 +211,6 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:
-    """The rows of a chunk that suit the device: a power of two."""
+    """The number of rows of a chunk for this device, a power of two."""
     rows = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cpu"]) // len(weight)
     return max(SMALLEST_CHUNK, 1 << (rows.bit_length() - 1) if rows else 0)

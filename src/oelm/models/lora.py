@@ -1,8 +1,8 @@
-"""LoRA, to compare with: low-rank adapters beside q and v, by PEFT, in a model that keeps its class.
+"""LoRA, for comparison: low-rank adapters of q and v, by PEFT, in a model that keeps its class.
 
-What trains is the adapters and the task's head. The state dict is that of the plain model with the adapters
-merged, so that whatever saves the model saves an ordinary checkpoint. Loaded again, it stays merged: the
-adapters start anew beside it.
+Only the adapters and the task's head train. The state dict is that of the plain model with the adapters
+merged, so that any code that saves the model saves an ordinary checkpoint. Loaded again, it stays merged, and
+new adapters start from zero.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ ADAPTED = ("q", "v")
 
 
 def check_lora(model: nn.Module) -> None:
-    """Refuse, before the model is touched, where adapters cannot be added."""
+    """Raise UserError, before the model is touched, if adapters cannot be added."""
     if importlib.util.find_spec("peft") is None:
         raise UserError("method lora needs PEFT, which is not installed: pip install peft")
     if model.config.model_type == OelmGPTConfig.model_type:  # type: ignore[union-attr]
@@ -38,7 +38,7 @@ def check_lora(model: nn.Module) -> None:
 
 
 def add_lora(model: nn.Module, rank: int, seed: int) -> None:
-    """Add adapters of this rank, scaled by 2, to every q and v. They change no output yet: B is zero."""
+    """Add adapters of this rank, scaled by 2, to every q and v. B starts as zero, so no output changes."""
     from peft import LoraConfig, inject_adapter_in_model
 
     sites = [site for site in find_sites(model) if site.role in ADAPTED]
@@ -53,7 +53,7 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> None:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():  # undo PEFT's freezing: the method decides
+    for name, parameter in model.named_parameters():  # undo PEFT's freezing, as the method decides
         parameter.requires_grad_(trains.get(plain_name(name), True))
     for layer in adapted_layers(model).values():
         layer.register_state_dict_post_hook(_save_merged)
@@ -83,7 +83,7 @@ def _save_merged(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None
 
 
 def _load_plain(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A plain projection is taken as it is, with an adapter beside it that changes nothing."""
+    """Load a plain projection's weights unchanged, and reset the adapter so that it changes nothing."""
     if prefix + "weight" not in state:
         return
     for name, value in layer.named_parameters():

@@ -1,4 +1,4 @@
-"""Load a checkpoint from a folder or the hub, and refuse one that is not what its config says.
+"""Load a checkpoint from a folder or the hub, and refuse one that does not match its config.
 
 Only safetensors of its own folder are read, and no code that comes with a checkpoint is run: transformers
 unpickles a shard whose name in the index does not end in .safetensors, and loads an adapter from the same
@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from oelm.errors import AuditError, UserError
 from oelm.models.families import family_row
-from oelm.system.hub import not_there, with_cache_only
+from oelm.system.hub import not_in_cache, with_cache_only
 from oelm.system.library_errors import first_line, is_out_of_memory, wants_remote_code
 from oelm.system.private_transformers import hub_file, initialize_again
 
@@ -41,27 +41,27 @@ PLAIN = re.compile(r"[^/\\\x00]+\.safetensors")  # a file of the checkpoint's ow
 
 
 def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that say where a checkpoint is."""
+    """Those arguments of `from_pretrained` that locate a checkpoint."""
     return {key: kwargs[key] for key in HUB if key in kwargs}
 
 
 def load_config(name: str, **hub: Any) -> PreTrainedConfig:
-    """A checkpoint's config; `hub` says where it is."""
+    """A checkpoint's config; `hub` are arguments that locate it (`hub_arguments`)."""
     import oelm.models.gpt  # noqa: F401 - registers the reference GPT
 
     path = str(name)
     if not Path(path).is_dir() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise UserError(f"{name}: there is no such folder")  # nor can it be a name on the hub
+        raise UserError(f"{name}: there is no such folder")  # and it cannot be a hub id
     try:
         hub = with_cache_only(path, hub)
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
-    except Exception as error:  # a broken file, the hub and the network fail in many ways
+    except Exception as error:  # a broken file, the hub and the network raise many kinds
         if is_out_of_memory(error):
             raise
         if wants_remote_code(error):
             raise _own_code(name) from None
         if hub.get("local_files_only") and not Path(path).exists():
-            raise UserError(not_there(path)) from None
+            raise UserError(not_in_cache(path)) from None
         raise UserError(f"{name} is not a model that can be loaded: {first_line(error)}") from None
     if getattr(config, "auto_map", None):
         raise _own_code(name)
@@ -82,7 +82,7 @@ def check_checkpoint(name: str) -> None:
 
 def check_files(name: str, **kwargs: Any) -> None:
     """Refuse a checkpoint if loading it would read anything but safetensors of its own folder. `kwargs` are
-    `from_pretrained`'s."""
+    arguments of `from_pretrained`."""
     hub = with_cache_only(name, hub_arguments(kwargs))
     weights = getattr(load_config(name, **hub), "transformers_weights", None)  # a file, if it names one
     if Path(name).is_file():
@@ -161,7 +161,7 @@ def load_checkpoint(
     with _quiet():
         try:
             model, info = cls.from_pretrained(name, **kwargs | ALWAYS)
-        except Exception as error:  # a config may say anything, such as 0 heads
+        except Exception as error:  # a config may hold any value, such as 0 heads
             if isinstance(error, UserError | AuditError) or is_out_of_memory(error):
                 raise
             known = isinstance(error, OSError | ValueError | KeyError | RuntimeError | SafetensorError)
@@ -184,9 +184,11 @@ def load_checkpoint(
 
 
 def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[str]) -> set[str]:
-    """The parameters of the task's head among those `missing` or of another shape in the checkpoint. A head
-    is outside the base model; where the base model has no prefix, as in some T5s, it is a part of which
-    nothing was saved. A pooler is inside the base model, but some tasks do not save it."""
+    """The parameters of the task's head among those `missing` or of another shape in the checkpoint.
+
+    A head is outside the base model or, if the base model has no prefix, as in some T5s, a part of which no
+    parameter was saved. A pooler is inside the base model, but some tasks do not save it.
+    """
     prefix = f"{model.base_model_prefix}."
     names = [name for name, _ in model.named_parameters()]
     saved = {name.partition(".")[0] for name in names if name not in missing}
@@ -205,8 +207,8 @@ def _heads(model: PreTrainedModel, missing: Collection[str], shapes: Collection[
 
 @torch.no_grad()
 def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
-    """Initialise the last layer of the task's head again and return the names of its parameters. Nothing is
-    done, and nothing returned, if they are among the `new` ones already."""
+    """Initialise the last layer of the task's head again and return the names of its parameters; an empty
+    set, and no change, if they are all `new` already."""
     prefix = f"{model.base_model_prefix}."
     path = [
         name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(prefix)
@@ -216,8 +218,8 @@ def renew_scores(model: PreTrainedModel, new: Collection[str]) -> set[str]:
 
 
 def _unexpected(model: PreTrainedModel, unexpected: Collection[str], every: bool) -> list[str]:
-    """The tensors a checkpoint should not have: all `unexpected` ones, or only layers beyond the config's.
-    Fine-tuning drops another task's head, and buffers that older versions saved never matter."""
+    """The tensors a checkpoint should not have: with `every`, all `unexpected` ones, otherwise only layers
+    beyond the config's, as fine-tuning drops another task's head. Buffers of older versions are ignored."""
     buffers = (".position_ids", ".attn.bias", ".masked_bias", ".inv_freq")
     if every:
         return sorted(name for name in unexpected if not name.endswith(buffers))
@@ -243,7 +245,7 @@ def _tensors(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own report on loading and its progress bar."""
+    """A context without transformers' own loading report and progress bar."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

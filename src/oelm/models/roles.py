@@ -1,4 +1,4 @@
-"""The role of every parameter, and what users multiply by role: learning rates and weight decay."""
+"""The roles of every parameter, and the factors of learning rate and weight decay by role."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def roles_of(model: nn.Module) -> dict[str, set[str]]:
 
 
 def role_scales(model: nn.Module, training: TrainingConfig, key: str) -> dict[str, float]:
-    """What `key` of the configuration, "lr_scale" or "weight_decay_scale", comes to for each parameter.
+    """The factor of each parameter by `key` of the configuration, "lr_scale" or "weight_decay_scale".
 
     A fused matrix that trains has one learning rate: different factors for its roles are refused.
     """
@@ -40,13 +40,14 @@ def role_scales(model: nn.Module, training: TrainingConfig, key: str) -> dict[st
     if not scales:
         return {name: 1.0 for name, _ in model.named_parameters()}
     record = getattr(model.config, "oelm", None) or {"method": {}}
-    now_and_then = bool(record["method"].get("freeze_schedule"))  # all that is frozen trains at some time
-    trained = {name for name, p in model.named_parameters() if p.requires_grad or now_and_then}
-    found = {}
+    # With a schedule every frozen parameter trains at some time.
+    scheduled = bool(record["method"].get("freeze_schedule"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad or scheduled}
+    factor_of = {}
     for name, roles in roles_of(model).items():
         factors = {role: scales.get(role, 1.0) for role in sorted(roles)}
         if len({*factors.values()}) > 1 and name in trained:
             fused = f"{', '.join(factors)} are one matrix in this model ({name})"
             raise UserError(f"training.{key}: {fused}: give all of them the same value")
-        found[name] = max(factors.values())
-    return found
+        factor_of[name] = max(factors.values())
+    return factor_of

@@ -1,5 +1,5 @@
-"""Which folder the weights of a run come from, where it starts from what was trained before: a model's
-folder, a run, or a study, which has a model for every method and seed."""
+"""The folder that a run's weights come from if it starts from a trained model: a model's folder, a run, or a
+study, which has a model for every method and seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ def is_study(folder: Path) -> bool:
 
 
 def model_folder(name: str) -> str:
-    """`runs/x/model` for a run's folder `runs/x`; any other name, a study's folder too, as it is."""
+    """`runs/x/model` for a run's folder `runs/x`; any other name, also a study's folder, unchanged."""
     run = Path(name)
     if not (run / "config.toml").is_file():
         return name
@@ -35,8 +35,8 @@ def model_folder(name: str) -> str:
 
 
 def start_folder(config: RunConfig) -> str:
-    """The folder, hub id or size that this run starts from. Of a study: its model of the same method and
-    seed; a trial, whose seed it lacks, takes turns with those it has."""
+    """The folder, hub id or size that this run starts from. Of a study, its model of the same method and
+    seed; seeds of trials, which it lacks, take its models in turn."""
     name = str(config.model.name)
     if not is_study(Path(name)):
         return name
@@ -47,27 +47,27 @@ def start_folder(config: RunConfig) -> str:
 
 
 def any_start(name: str) -> str:
-    """A model of a study, any of which shows its tokenizer and shape; any other name as it is."""
+    """The first model of a study, as all have the same tokenizer and shape; any other name unchanged."""
     return starts_of(name)[0].folder if is_study(Path(name)) else name
 
 
 def starts_of(name: str, method: str | None = None) -> list[Start]:
     """The models of a study's measured runs by seed, perhaps of one method; at least one."""
     measured = sorted(Path(name).glob("runs/*/*/measured-*"))
-    found = [_read(run) for run in measured if (run / "model").is_dir()]
-    if not found and any((run / "results.json").is_file() for run in measured):
+    starts = [_read(run) for run in measured if (run / "model").is_dir()]
+    if not starts and any((run / "results.json").is_file() for run in measured):
         raise UserError(
             f"model {name!r} is a study whose runs have no models, as records that were imported: delete the "
             "folders of its measured runs and make them again, with --set study.models=all"
         )
-    if not found:
+    if not starts:
         raise UserError(
             f"model {name!r} is a study without models to start from: let it finish, with "
             "--set study.models=all"
         )
-    of_method = [start for start in found if method in (None, start.method)]
+    of_method = [start for start in starts if method in (None, start.method)]
     if not of_method:
-        known = ", ".join(sorted({start.method for start in found}))
+        known = ", ".join(sorted({start.method for start in starts}))
         raise UserError(f"model {name!r} is a study without a model of method {method}; it has {known}")
     if method and len({start.lr for start in of_method}) > 1:
         raise UserError(

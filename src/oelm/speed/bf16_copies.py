@@ -1,9 +1,9 @@
-"""Half-precision copies of the weights that are factors of matrix products, beside the optimizer's own.
+"""Half-precision copies of the weights in matrix products, beside the optimizer's float32 weights.
 
 Autocast makes such copies too, with a kernel for each weight and another for each gradient, which on a fast
-GPU take longer than the small products between them. Here one kernel refreshes all of them (or the optimizer
-does, on its way), another widens all their gradients, those of frozen weights are made once, and q, k and v
-of an attention lie in one matrix. The values are the same.
+GPU take longer than the small products between them. Here one kernel refreshes all copies (or the optimizer's
+kernel does), another widens all their gradients, copies of frozen weights are made once, and q, k and v of an
+attention are one matrix. The values are the same.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from oelm.system.private_torch import add_all_, copy_all_, version_of
 
 
 class Bf16Copies:
-    """The copies of a model's weights, made for it on its device. The model itself is not changed."""
+    """The copies of a model's weights, on its device. The model itself is not changed."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, forward: FastForward | None = None) -> None:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -28,7 +28,7 @@ class Bf16Copies:
         self.forward = forward
         self.joint: dict[int, torch.Tensor] = {}  # q, k and v in one, by the id of their attention
         for module in model.modules():
-            # Where something is learned beside q and k, they are formed anew at every step.
+            # With learned additions, q and k are merged again at every step.
             if forward is not None and isinstance(module, SelfAttention) and not learned_layers(module):
                 parts = (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
                 joint = torch.cat([part.detach().to(dtype) for part in parts])
@@ -37,7 +37,7 @@ class Bf16Copies:
                     copies[id(part)] = part, nn.Parameter(rows, part.requires_grad)
         self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for module in model.modules():
-            if type(module) not in (nn.Linear, Conv1D):  # others may not want what autocast would make
+            if type(module) not in (nn.Linear, Conv1D):  # other modules may not be cast by autocast
                 continue
             for name, own in module.named_parameters(recurse=False):
                 if id(own) in embeddings:  # looked up in float32
@@ -50,12 +50,12 @@ class Bf16Copies:
         self.versions = self._versions()
 
     def refresh(self) -> None:
-        """Take over what the optimizer did."""
+        """Update the copies of trained weights after the optimizer's step."""
         self._copy(self.trained)
 
-    def follow(self) -> None:
-        """Take over what others did, such as loading weights. A recorded step does not show here, nor does
-        what is done through `.data`."""
+    def refresh_if_changed(self) -> None:
+        """Update all copies if weights were changed otherwise, such as by loading. Changes by a recorded step
+        or through `.data` are not noticed."""
         if self.versions != self._versions():
             self._copy(self.pairs)
 
@@ -70,7 +70,7 @@ class Bf16Copies:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The model computes with the copies while this lasts."""
+        """A context in which the model computes with the copies."""
         for module, name, _, copy in self.places:
             setattr(module, name, copy)
         if self.forward is not None:
@@ -84,18 +84,18 @@ class Bf16Copies:
                 self.forward.joint = {}
 
     @torch.no_grad()
-    def collect(self, rooms: Callable[[], dict[int, torch.Tensor]] = dict) -> None:
-        """Give the copies' gradients to the weights, or add them to those that are there. `rooms` has places
-        for them by the weights' ids."""
-        places: dict[int, torch.Tensor] | None = None
+    def collect(self, make_gradients: Callable[[], dict[int, torch.Tensor]] = dict) -> None:
+        """Move the copies' gradients to the weights, adding to existing ones. `make_gradients` returns
+        tensors for them, by the weights' ids."""
+        targets: dict[int, torch.Tensor] | None = None
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for own, copy in self.trained:
             if copy.grad is None:
                 continue
             if own.grad is None:
-                places = rooms() if places is None else places
-                own.grad = places[id(own)] if id(own) in places else torch.empty_like(own)
+                targets = make_gradients() if targets is None else targets
+                own.grad = targets[id(own)] if id(own) in targets else torch.empty_like(own)
                 written.append((own.grad, copy.grad))
             else:
                 added.append((own.grad, copy.grad))

@@ -1,8 +1,8 @@
-"""Which fast paths a device has, and why not the others: one function of what is known about a machine.
+"""The fast paths that a device has, and why not the others, as a function of a description of the machine.
 
-Our kernels were measured on Hopper GPUs. Those that only save passes over memory run on every NVIDIA GPU that
-has bfloat16; attention and norms, for which PyTorch has good kernels of its own, where they were measured.
-OELM_KERNELS=all turns them all on wherever they can run.
+Our kernels were measured on Hopper GPUs. Kernels that only save passes over memory run on every NVIDIA GPU
+with bfloat16; attention and norms, for which PyTorch has good kernels, only where they were measured.
+OELM_KERNELS=all turns on all kernels that can run.
 """
 
 import os
@@ -21,7 +21,8 @@ from oelm.training.resolve import resolve_precision
 attention_triton = load_kernels("attention_triton")
 MEASURED = 9  # Hopper: compute capability, the major number
 LEAST_SHARED = 99 * 1024  # bytes of shared memory that a program has on every GPU with bfloat16
-# Bytes that a program of each needs at most, compiled for 8.0 to 12.0 (tests/speed/compile_kernels.py).
+# The most shared memory (bytes) of a program of each, compiled for 8.0 to 12.0
+# (tests/speed/compile_kernels.py).
 KERNELS = {
     "attention": 82_944, "norm": 4_096, "value_only": 82_944, "cross_entropy": 128, "rows": 2_048,
     "adamw": 8_192, "rotary": 0,
@@ -31,7 +32,7 @@ WHERE_MEASURED = ("attention", "norm")
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which fast paths a device has."""
+    """The properties of a machine that decide its fast paths."""
 
     device: str  # as PyTorch calls it: cuda (NVIDIA's and AMD's), mps, cpu
     capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU
@@ -41,10 +42,10 @@ class Machine:
     triton: bool = False
     varlen: bool = False  # PyTorch was built with flash attention for packed texts
     interpreted: bool = False  # Triton's interpreter computes the kernels on the CPU
-    asked: bool = False  # for kernels that were not measured here
+    all_kernels: bool = False  # OELM_KERNELS=all: also kernels that were not measured on this GPU
 
 
-Capabilities = dict[str, str | None]  # every fast path: None where a device has it, else why not
+Capabilities = dict[str, str | None]  # fast path -> None if the device has it, else the reason why not
 
 
 def capabilities(machine: Machine) -> Capabilities:
@@ -86,7 +87,7 @@ def _why_no_kernel(machine: Machine, name: str) -> str | None:
         return f"our kernels need compute capability 8.0, not {_number(machine)}"
     if KERNELS[name] > machine.shared_memory:
         return f"it needs {KERNELS[name]:,} bytes of shared memory, and there are {machine.shared_memory:,}"
-    if machine.capability[0] == MEASURED or machine.asked:
+    if machine.capability[0] == MEASURED or machine.all_kernels:
         return None
     if machine.capability[0] > MEASURED or name in WHERE_MEASURED:
         return f"not measured on compute capability {_number(machine)}; OELM_KERNELS=all turns it on"
@@ -104,42 +105,44 @@ def machine_of(device: torch.device) -> Machine:
         known["capability"] = torch.cuda.get_device_capability(device)
         properties = torch.cuda.get_device_properties(device)
         known["shared_memory"] = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED)
-    asked = os.environ.get("OELM_KERNELS") == "all"
+    all_kernels = os.environ.get("OELM_KERNELS") == "all"
     interpreted = attention_triton is not None and attention_triton.INTERPRETED
     return Machine(
         device.type, triton=attention_triton is not None, varlen=varlen_attn is not None,
-        interpreted=interpreted, asked=asked, **known,
+        interpreted=interpreted, all_kernels=all_kernels, **known,
     )  # fmt: skip
 
 
 @cache
-def here(device: torch.device) -> Capabilities:
-    """What this device has: as `capabilities` says, without kernels that turn out not to run."""
+def device_capabilities(device: torch.device) -> Capabilities:
+    """The `capabilities` of this device, without kernels that fail a trial."""
     machine = machine_of(device)
-    found = capabilities(machine)
-    if device.type != "cuda" or all(found[name] for name in KERNELS):
-        return found
+    expected = capabilities(machine)
+    if device.type != "cuda" or all(expected[name] for name in KERNELS):
+        return expected
     from oelm.speed.trial import trials
 
-    return tried(found, trials(device), everything=machine.capability[0] != MEASURED)
+    return without_failing(expected, trials(device), everything=machine.capability[0] != MEASURED)
 
 
-def tried(found: Capabilities, trials: dict[str, Callable[[], Any]], everything: bool) -> Capabilities:
-    """`found` without the kernels whose trial fails. The first trial shows whether Triton works at all; the
-    others are made with `everything`, for each takes a second to compile."""
+def without_failing(
+    expected: Capabilities, trials: dict[str, Callable[[], Any]], everything: bool
+) -> Capabilities:
+    """`expected` without the kernels whose trial fails. The first trial shows whether Triton works at all;
+    the others are only made with `everything`, as each takes a second to compile."""
     first = next(iter(trials))
     for name, trial in trials.items():
-        if found[name] is None and (everything or name == first):
+        if expected[name] is None and (everything or name == first):
             try:
                 trial()
-            except Exception as error:  # whatever a compiler, a driver or a launcher may say
-                why = f"it does not run here: {first_line(error)}"
+            except Exception as error:  # compilers, drivers and launchers raise many kinds
+                reason = f"it does not run here: {first_line(error)}"
                 lost = KERNELS if name == first else (name,)
-                found = found | {each: found[each] or why for each in lost}
-    return found
+                expected = expected | {each: expected[each] or reason for each in lost}
+    return expected
 
 
 @torch.compiler.assume_constant_result
 def runs(name: str, device: torch.device) -> bool:
-    """Whether this fast path runs on this device; torch.compile takes the answer for a constant."""
-    return here(device)[name] is None
+    """Whether this fast path runs on this device; a constant for torch.compile."""
+    return device_capabilities(device)[name] is None

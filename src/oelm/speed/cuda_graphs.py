@@ -1,8 +1,8 @@
 """A training step as a CUDA graph.
 
-A small step on a large GPU is a queue of short kernels, and starting each takes longer than running it. A
-CUDA graph starts them all at once. It wants the same tensors at the same addresses every time, so batches
-are filled up to a few shapes (`data.assemble.filled`), and each shape has a graph that is recorded once.
+A small step on a large GPU is a queue of short kernels, and launching each takes longer than running it. A
+CUDA graph launches them all at once. It needs the same tensors at the same addresses every time, so batches
+are padded to a few shapes (`data.assemble.fill_to_round_sizes`), and each shape's graph is recorded once.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from oelm.data.assemble import Batch, pinned
 from oelm.system.private_torch import end_failed_recording
 
-MOST_GRAPHS = 48  # shapes; further ones are computed without a graph
+MOST_GRAPHS = 48  # recorded shapes; further ones are computed without a graph
 
 
 @dataclass(eq=False)
@@ -23,31 +23,32 @@ class GraphedStep:
     """A step as one graph per shape of its batch; with several batches to a step, as a graph for each of
     them and another for clipping and the optimizer (`whole` is then off).
 
-    `compute` returns a batch's loss and leaves its gradients, `finish` uses them up and returns their norm;
-    `follow` runs outside the graph: it refreshes the bf16 copies where weights were changed, e.g. by loading.
-    The first shape of all is computed as usual when it is met, which lets kernels compile themselves and the
-    optimizer make its state. Every other one is recorded at once, or, where that fails, computed as usual and
-    recorded when it is met again.
+    `compute` returns a batch's loss and leaves its gradients, `finish` consumes them and returns their norm.
+    `refresh_if_changed` runs outside the graph: it refreshes the bf16 copies of weights that were changed,
+    e.g. by loading. The very first shape is computed without a graph the first time, so that kernels are
+    compiled and the optimizer makes its state. Every other shape is recorded at once or, if that fails,
+    computed without a graph and recorded when it occurs again.
     """
 
     compute: Callable[[Batch], Tensor]
     finish: Callable[[], Tensor]
-    follow: Callable[[], None]
+    refresh_if_changed: Callable[[], None]
     scale: Tensor
     whole: bool
     parameters: list[nn.Parameter]  # all that `compute` leaves gradients on
     graphs: dict[Any, tuple[Any, Batch, Tensor, Tensor | None]] = field(default_factory=dict)
-    met: set[Any] = field(default_factory=set)
-    end: tuple[Any, Tensor] | None = None
+    met: set[Any] = field(default_factory=set)  # shapes that occurred
+    end: tuple[Any, Tensor] | None = None  # the graph of `finish`, and its result
     norm: Tensor | None = None  # of the whole step just taken
     ended: bool = False
     failed: str = ""  # why no graph could be recorded
     pool: Any = None
 
     def backward(self, batch: Batch, scale: float) -> Tensor:
-        """The loss of a batch, in the computer's memory, times `scale`. A whole step is then taken."""
+        """The loss of a batch in CPU memory, times `scale`; with `whole` the optimizer's step is taken,
+        too."""
         self.scale.fill_(scale)
-        self.follow()
+        self.refresh_if_changed()
         key = shapes_of(batch)
         if key not in self.graphs:
             static, recorded = batch.to(self.scale.device), None
@@ -68,11 +69,12 @@ class GraphedStep:
         return loss.clone()
 
     def step(self) -> Tensor:
-        """The norm of the gradients, which are clipped and used up unless that is done."""
+        """The norm of the gradients; without `whole`, this clips them and takes the optimizer's step."""
         if self.whole:
             assert self.norm is not None
             return self.norm
-        if not self.ended or not self.graphs or self.failed:  # as usual once: the optimizer makes its state
+        # Once without a graph: makes the optimizer's state.
+        if not self.ended or not self.graphs or self.failed:
             self.ended = True
             return self.finish()
         self.end = self.end or self._record(self.finish)
@@ -87,14 +89,14 @@ class GraphedStep:
         return loss, self.finish() if self.whole else None
 
     def _record(self, work: Callable[[], Any]) -> Any:
-        """(the graph, what `work` returned), or None where that fails, with the gradients as they were. A
-        model may wait for the device in the middle of a step, which no graph can."""
+        """(graph, result of `work`), or None if recording fails, with gradients unchanged. It fails, for
+        example, if a model synchronises with the device within a step."""
         before = [parameter.grad for parameter in self.parameters]
         try:
             graph = torch.cuda.CUDAGraph()
             self.pool = self.pool or torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
-            # "relaxed": a kernel that is met for the first time may be loaded meanwhile.
+            # "relaxed": kernels may be loaded during the recording.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
                 result = work()
             return graph, result
@@ -106,8 +108,8 @@ class GraphedStep:
             return None
 
     def _forget(self) -> None:
-        """After a recording that failed: the graphs there are draw from a random number generator that is
-        given up with it, so they are recorded again."""
+        """Drop all graphs after a failed recording: they draw from a random number generator that is lost
+        with it, so they are recorded again."""
         if self.pool is not None:
             end_failed_recording(self.scale.device, self.pool)
         self.graphs, self.end, self.pool = {}, None, None
@@ -119,7 +121,7 @@ def shapes_of(batch: Batch) -> tuple[Any, ...]:
 
 
 def copy_batch(batch: Batch, static: Batch) -> None:
-    """The batch's numbers into the tensors a graph was recorded with."""
-    for mine, theirs in ((batch.inputs, static.inputs), (batch.targets, static.targets)):
-        for name, tensor in mine.items():
-            theirs[name].copy_(pinned(tensor, theirs[name].device), non_blocking=True)
+    """Copy a batch into the tensors that a graph was recorded with."""
+    for sources, targets in ((batch.inputs, static.inputs), (batch.targets, static.targets)):
+        for name, tensor in sources.items():
+            targets[name].copy_(pinned(tensor, targets[name].device), non_blocking=True)

@@ -5,8 +5,7 @@
 - q, k and v are one product; where our kernels can run, attention and "add, then LayerNorm" are one kernel
   each, for which a block leaves its last sum to the next one (`residual`).
 
-It takes the place of the modules' own `forward` while it is installed; parameters, state dict and hooks of
-the modules stay as they are.
+While installed it replaces the modules' own `forward`; their parameters, state dict and hooks are unchanged.
 
 Shapes in comments: B texts, T positions, C = d_model, H heads, D = C / H.
 """
@@ -140,14 +139,14 @@ class FastForward:
         cache: Any,
         *fast: Any,
     ) -> Any:
-        """(x, what is still to be added to it): with `rows` (B,) of these rows only, (B, 1, C). Called
-        without residual, packing and rows, the block is the model's own."""
+        """(x, residual that is not added yet); with `rows` (B,) of these rows only, (B, 1, C). Called without
+        residual, packing and rows, it is the block's own forward."""
         if not fast:
             return Block.forward(block, x, mask, causal, rotation, cache)
         residual, packing, rows = fast
         x, y = self._norm(block.ln_1, x, residual, rows)
-        asking = None if rows is None else block.ln_1(x)
-        y = self._attention(block.attn, y, mask, causal, rotation, packing, rows, asking)
+        queries = None if rows is None else block.ln_1(x)
+        y = self._attention(block.attn, y, mask, causal, rotation, packing, rows, queries)
         x, y = self._norm(block.ln_2, x, block.dropout(y))
         y = block.dropout(block.mlp(y))
         return (x, y) if self.kernels else (x + y, None)
@@ -161,9 +160,9 @@ class FastForward:
         rotation: Tensor | None,
         packing: Packing | None,
         rows: Tensor | None,
-        asking: Tensor | None,
+        queries: Tensor | None,
     ) -> Tensor:
-        """With `rows` (B,), counted through all texts, the result is these only; x there is `asking`."""
+        """With `rows` (B,), numbered through all texts, the result is of these only, from `queries`."""
         dropout = attn.attention_dropout if attn.training else 0.0
         heads, joint = attn.num_heads, self.joint.get(id(attn))
         plain = mask is None and rotation is None and rows is None and not dropout and not attn.value_only
@@ -171,7 +170,7 @@ class FastForward:
             qkv = packed_linear(x, (attn.q_proj, attn.k_proj, attn.v_proj), heads, joint=joint)
             y = operations.joint_attention(qkv.unflatten(-1, (3, heads, -1)), causal, packing)
             return attn.o_proj(y.flatten(2))
-        parts = _project(attn, x, asking, joint)
+        parts = _project(attn, x, queries, joint)
         q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)  # (B, T, H, D)
         if rotation is not None:
             q = operations.rotate(q, _rotation_at(rotation, rows))
@@ -180,7 +179,7 @@ class FastForward:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (T, H, D)
             if attn.value_only and rows is None:
                 y = packed_value_only(q, k, v, packing)
-            else:  # of one query per text there is little to leave out
+            else:  # with one query per text there is little to save
                 q, k = (q.detach(), k.detach()) if attn.value_only else (q, k)
                 y = operations.packed_attention(q, k, v, packing, one_query=rows is not None)
             return attn.o_proj(y.view(1, len(y), -1))
@@ -198,8 +197,8 @@ class FastForward:
 
 @contextlib.contextmanager
 def fast_forward(model: Any, precision: str) -> Iterator[bool]:
-    """While this lasts, a model that is not trained computes by the fast paths; whether it takes packed
-    texts."""
+    """A context in which a model that is not trained computes by the fast paths; its value is whether the
+    model takes packed texts."""
     if not isinstance(model, OelmGPTPreTrainedModel):
         yield False
         return
@@ -214,15 +213,15 @@ def fast_forward(model: Any, precision: str) -> Iterator[bool]:
 
 
 def _project(
-    attn: SelfAttention, x: Tensor, asking: Tensor | None, joint: Tensor | None
+    attn: SelfAttention, x: Tensor, queries: Tensor | None, joint: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """q, k and v, (B, T, C) each; q of the rows that ask only."""
-    if asking is None:  # three parameters, one product: see models/fused.py
+    """q, k and v, (B, T, C) each; q of `queries` only, if given."""
+    if queries is None:  # three parameters, one product: see models/fused.py
         every = (attn.q_proj, attn.k_proj, attn.v_proj)
         return split_linear(x, every, joint=joint, constant=2 * attn.value_only)
     kv = None if joint is None else joint[attn.q_proj.out_features :]
     parts, constant = (attn.k_proj, attn.v_proj), int(attn.value_only)
-    return attn.q_proj(asking), *split_linear(x, parts, joint=kv, constant=constant)
+    return attn.q_proj(queries), *split_linear(x, parts, joint=kv, constant=constant)
 
 
 def _rotation_at(rotation: Tensor, rows: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Operations of a block and of an embedding by kernels of our own, on hardware they were measured on.
+"""Operations of a block and of an embedding by kernels of our own, on hardware where they were measured.
 
-What they compute is defined by `portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a sum,
-and by `F.embedding`.
+Their results are defined by `portable` and `F.scaled_dot_product_attention`, by `F.layer_norm` of a sum, and
+by `F.embedding`.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ rotary_triton = load_kernels("rotary_triton")
 rows_triton = load_kernels("rows_triton")
 
 # On an H200 attention takes 0.52 to 0.72 of the time of PyTorch's flash attention (benchmarks/kernels.json).
-# cuDNN's cannot take packed texts; where all have 512 tokens it takes longer, but for classifiers at 2,048
-# only 0.87 of ours, and for language models at 4,096 0.94. Elsewhere nobody has looked (capabilities.py).
+# cuDNN's cannot take packed texts; with texts of 512 tokens it takes longer than ours, but for classifiers at
+# 2,048 only 0.87 of our time, and for language models at 4,096 0.94. Other GPUs: capabilities.py.
 
-# Tokens of a text up to which our kernels drop each weight of attention by a random number of its own.
+# Tokens of a text up to which our kernels use a separate random number for each attention weight's dropout.
 LONGEST_DROPPED = 0 if attention_triton is None else attention_triton.LONGEST_DROPPED
 
 _allowed = True
@@ -42,7 +42,7 @@ def kernels_allowed() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """While this lasts, no kernel of our own runs."""
+    """A context in which no kernel of our own runs."""
     global _allowed
     before, _allowed = _allowed, False
     try:
@@ -70,16 +70,16 @@ def run_here(x: Tensor) -> bool:
 
 
 def joint_attention(qkv: Tensor, causal: bool, packing: Packing | None) -> Tensor:
-    """Attention of (B, T, 3, H, D), of packed texts if `packing` says so: (B, T, H, D)."""
+    """Attention of q, k and v in one tensor (B, T, 3, H, D), perhaps of packed texts: (B, T, H, D)."""
     bounds = None if packing is None else packing.bounds.contiguous()
-    # Without gradients the kernel itself: as an operation of PyTorch's it would take the CPU twice as long.
+    # Without gradients the kernel is called directly, as a PyTorch operation takes twice the CPU time.
     forward = joint_triton.forward if torch.is_grad_enabled() else joint_triton.launch
     return forward(qkv, bounds, causal, qkv.shape[-1] ** -0.5)[0]
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, one_query: bool = False) -> Tensor:
-    """Bidirectional attention over (N, H, D) tensors. Flash attention where the device and dtype have it.
-    `one_query`: q is (texts, H, D), a query for every text. That of a text without tokens gives zeros."""
+    """Bidirectional attention over (N, H, D) tensors, by flash attention if the device and dtype support it.
+    `one_query`: q is (texts, H, D), one query per text; texts without tokens give zeros."""
     if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         bounds, longest = packing
         queries, most = bounds, longest
@@ -102,8 +102,9 @@ def heads_attention(
     dropout: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Attention over (1, H, N, D) tensors of packed texts, of the same shape. With `dropout`, the integer
-    `seed` on the device decides what is dropped; with `window` a token sees those at most so far away."""
+    """Attention over (1, H, N, D) tensors of packed texts; the result has the same shape. With `dropout`, the
+    integer `seed` on the device decides what is dropped; with `window` a token sees others up to that
+    distance."""
     if attention_triton is not None and run_here(q):
         dropout = 0.0 if seed is None else dropout
         return heads_triton.forward(
@@ -126,27 +127,27 @@ def portable(
     dropout: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """The same through padding and `F.scaled_dot_product_attention`: the definition, for any device."""
+    """Packed attention by padding and `F.scaled_dot_product_attention`: the definition, for any device."""
     starts, ends = packing.bounds[:-1].long(), packing.bounds[1:].long()
-    place = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
-    real = place < ends[:, None]
-    place = place.clamp(max=len(k) - 1).flatten()
+    token_of = starts[:, None] + torch.arange(packing.longest, device=q.device)  # (S, T)
+    real = token_of < ends[:, None]
+    token_of = token_of.clamp(max=len(k) - 1).flatten()
 
     def widen(x: Tensor) -> Tensor:  # not by indexing, whose backward pass is slow
-        return x.index_select(0, place).unflatten(0, real.shape).transpose(1, 2)  # (S, H, T, D)
+        return x.index_select(0, token_of).unflatten(0, real.shape).transpose(1, 2)  # (S, H, T, D)
 
     if one_query:
         some = real.any(1)
         mask = (real | ~some[:, None])[:, None, None]
         out = F.scaled_dot_product_attention(q[:, :, None], widen(k), widen(v), attn_mask=mask)[:, :, 0]
         return out * some[:, None, None]
-    seen = real[:, None, :]
+    visible = real[:, None, :]
     if causal or window:
-        away = torch.arange(packing.longest, device=q.device)
-        away = away[:, None] - away  # how far a key lies before a query
-        seen = seen & (away >= 0 if causal else away.abs() <= window)
-    # A row of padding looks at everything: with nothing to look at its softmax would be NaN.
-    mask = (seen | ~real[:, :, None])[:, None]
+        distance = torch.arange(packing.longest, device=q.device)
+        distance = distance[:, None] - distance  # of a query from a key before it
+        visible = visible & (distance >= 0 if causal else distance.abs() <= window)
+    # A row of padding attends to everything, as without any key its softmax would be NaN.
+    mask = (visible | ~real[:, :, None])[:, None]
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "scale": scale}
     out = F.scaled_dot_product_attention(widen(q), widen(k), widen(v), **options).transpose(1, 2)
     token = torch.arange(len(q), device=q.device)
@@ -155,7 +156,7 @@ def portable(
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """`gpt_block.rotate`, to the bit."""
+    """`gpt_block.rotate`, bit for bit."""
     if rotary_triton is None or x.dtype not in rotary_triton.DTYPES:
         return gpt_block.rotate(x, rotation)
     if not (runs("rotary", x.device) and run_here(x)):
@@ -175,8 +176,8 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, rows: Tensor | Non
 
 
 def cross_entropy_for(hidden: Tensor, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`). Without it, the
-    passes over the logits cost a GPU as much time as the products."""
+    """The kernel for a chunk of the language model's loss (`models.lm_loss.kernel_for`), or None. Without it,
+    the passes over the logits take a GPU as long as the products."""
     if cross_entropy_triton is None or dtype == torch.float64 or not kernels_allowed():
         return None
     return cross_entropy_triton.cross_entropy_ if runs("cross_entropy", hidden.device) else None
@@ -188,15 +189,15 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def mean_packed(x: Tensor, bounds: Tensor) -> Tensor:
-    """The mean of each text's rows of (N, C), meaningless for texts without tokens."""
+    """The mean of each text's rows of (N, C); 0 for texts without tokens."""
     text = torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
     sums = x.new_zeros(len(bounds) - 1, x.shape[1], dtype=torch.float32).index_add(0, text, x.float())
     return (sums / bounds.diff().clamp(min=1)[:, None]).to(x.dtype)
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
-    """The embedding of every id. Its gradient is added up in one order, so the same inputs give the same
-    bits, and without the sorting that PyTorch's deterministic gradient needs."""
+    """The embedding of every id. Its gradient is summed in a fixed order, so that the same inputs give the
+    same bits, without the sorting of PyTorch's deterministic gradient."""
     trains = weight.requires_grad and torch.is_grad_enabled()
     can = weight.is_cuda and rows_triton is not None and runs("rows", weight.device)
     if trains and can and kernels_allowed():

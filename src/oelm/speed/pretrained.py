@@ -1,8 +1,8 @@
 """Classifiers of other families on packed texts: their own modules, with attention text by text.
 
-transformers' attention registry is the seam. While this is installed, the model's attention is `attend`,
-which looks at each text alone, and its body returns one row per text, the token that the classifier reads, in
-the place where that looks for it. Called without `packing`, the model computes as ever.
+This uses transformers' attention registry. While installed, the model's attention is `attend`, which handles
+each text separately, and its body returns one row per text, the token that the classifier reads, at the
+position where the classifier expects it. Called without `packing`, the model computes as usual.
 
 Shapes in comments: N tokens of all texts, B texts, H heads, D head dimension, C hidden size.
 """
@@ -20,7 +20,7 @@ from oelm.models.families import FAMILIES
 from oelm.speed import operations
 from oelm.system.private_transformers import attention_name, sdpa_functions
 
-# By `config.model_type`: the token of a text that its classifier reads.
+# `config.model_type` -> the token of a text that the classifier reads.
 READS = {
     "bert": "first", "roberta": "first", "xlm-roberta": "first", "camembert": "first",
     "distilbert": "first", "modernbert": "first", "gpt2": "last",
@@ -30,15 +30,15 @@ SDPA, SDPA_MASK = sdpa_functions()
 
 
 class Packed(NamedTuple):
-    """What the attention of every layer needs to know."""
+    """The arguments of packed attention, for every layer."""
 
     packing: Packing
     seed: Tensor | None  # of dropout, on the device
-    numbers: dict[int, int]  # of the body's modules, by their ids: each layer drops its own weights
+    numbers: dict[int, int]  # id of a module of the body -> its number, so that layers have different dropout
 
 
 def why_not(model: Any, device: torch.device, dtype: torch.dtype, max_length: int) -> str | None:
-    """Why the texts of this model are padded; None where they can be packed."""
+    """Why the texts of this model are padded; None if they can be packed."""
     config = model.config
     if config.model_type not in READS or "SequenceClassification" not in type(model).__name__:
         return f"{config.model_type} is not packed here"
@@ -81,11 +81,11 @@ class PackedForward:
             vars(module).pop("forward", None)
 
     def _read(self, body: Any, *ids: Tensor, packing: Packing | None = None, **inputs: Any) -> Any:
-        """The body's output, of packed texts with (B, 1, C): of each text the token that is read."""
+        """The body's output; for packed texts (B, 1, C), the token of each text that the classifier reads."""
         if packing is None:
             return type(body).forward(body, *ids, **inputs)
         inputs["position_ids"] = inputs["position_ids"] + self.first_position
-        # A mask of four dimensions is taken for one that needs no more work.
+        # transformers uses a mask of four dimensions unchanged.
         inputs["attention_mask"] = inputs["position_ids"].new_zeros(1, 1, 1, 1)
         seed = None
         if body.training:
@@ -103,7 +103,7 @@ class PackedForward:
         return out
 
     def _classify_last(self, model: Any, *ids: Tensor, packing: Packing | None = None, **inputs: Any) -> Any:
-        """As the model, which looks for the last token by itself."""
+        """The model's forward for packed texts; the model's own would search for the last token."""
         if packing is None:
             return type(model).forward(model, *ids, **inputs)
         out = model.base_model(*ids, packing=packing, use_cache=False, **inputs)
@@ -123,15 +123,17 @@ def attend(
     packed: Packed | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of (1, H, N, D) as transformers calls it: (1, N, H, D). Without `packed` it is SDPA's."""
+    """Attention of (1, H, N, D) tensors as transformers calls it, (1, N, H, D). Without `packed` it is
+    SDPA."""
     if packed is None:
         return SDPA(module, q, k, v, mask, dropout=dropout, scaling=scaling, **rest)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    window = 0 if sliding_window is None else sliding_window - 1  # theirs counts the token itself
+    # The window of transformers includes the token itself.
+    window = 0 if sliding_window is None else sliding_window - 1
     if window >= packed.packing.longest:
         window = 0
     seed = None
-    if dropout and packed.seed is not None:  # heads add their number to it
+    if dropout and packed.seed is not None:  # the kernel adds the head's number
         seed = packed.seed + packed.numbers[id(module)] * 65_536
     y = operations.heads_attention(q, k, v, packed.packing, seed, module.is_causal, scale, dropout, window)
     return y.transpose(1, 2), None

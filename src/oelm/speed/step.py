@@ -14,15 +14,15 @@ from oelm.data.assemble import Batch
 from oelm.models.gpt import OelmGPTPreTrainedModel
 from oelm.speed.adamw import HostAdamW, RecordableAdamW, can_be_one_kernel, clip_in_step
 from oelm.speed.bf16_copies import Bf16Copies
-from oelm.speed.capabilities import KERNELS, here
+from oelm.speed.capabilities import KERNELS, device_capabilities
 from oelm.speed.cuda_graphs import GraphedStep
 from oelm.speed.forward import FastForward
 from oelm.speed.live_rows import live_weights, put_back, set_aside
 from oelm.speed.operations import have_kernels, without_kernels
 from oelm.speed.pretrained import PackedForward, why_not
 from oelm.speed.row_windows import RowWindows, make_windows
-from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, yardstick
-from oelm.training.checkpoint import Checkpoint, Short, Tensors
+from oelm.speed.watch import TOLERANCE, compare, due, has_dropout, measure, measure_expected
+from oelm.training.checkpoint import Checkpoint, LiveEmbeddings, Tensors
 from oelm.training.parallel import DTYPES
 from oelm.training.schedule import learning_rate, make_optimizer, parameter_scales, shrinkage
 from oelm.training.step import PlainStep, Watch
@@ -32,7 +32,8 @@ class FastStep(PlainStep):
     plain = False
 
     def __init__(self, *given: Any, watch: Watch | None = None) -> None:
-        """`given` as for the plain step; with `watch` it is compared with that one now and then."""
+        """`given`: the arguments of PlainStep; with `watch` it is compared with the plain step now and
+        then."""
         super().__init__(*given)
         raw, self.watch = self.raw, watch
         self.forward: FastForward | PackedForward | None = None
@@ -50,9 +51,9 @@ class FastStep(PlainStep):
 
     def _prepare_model(self) -> None:
         training, raw = self.config.training, self.raw
-        self.can = here(self.state.device)
-        self.rows = None  # of the embedding: in use, of all
-        # An embedding that is frozen now and then keeps its rows together.
+        self.can = device_capabilities(self.state.device)
+        self.rows = None  # of the embedding: (live, all)
+        # An embedding that is frozen at any time keeps all its rows.
         frozen = "embeddings" in method_of(raw).freeze
         if not training.fsdp and not self.objective.kind.stream and not frozen:
             self.rows = set_aside(raw, self.objective.store.used_tokens())
@@ -62,11 +63,11 @@ class FastStep(PlainStep):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
+        """The dtype of the matrix products."""
         return DTYPES.get(self.precision, torch.float32)
 
     def _why_padded(self) -> str | None:
-        """Why texts are padded in this run; None where they are packed."""
+        """Why texts are padded in this run; None if they are packed."""
         if not self.objective.kind.packable:
             return "only the texts of classifiers are packed"
         if self.can["packed"] is not None:
@@ -78,7 +79,7 @@ class FastStep(PlainStep):
         return None
 
     def _why_eager(self) -> str | None:
-        """Why a step is not a CUDA graph in this run; None where it is."""
+        """Why a step is not a CUDA graph in this run; None if it is."""
         if self.can["graphs"] is not None:
             return self.can["graphs"]
         if self.state.num_processes > 1:
@@ -97,24 +98,24 @@ class FastStep(PlainStep):
         return make_optimizer(self.raw, self.config.training, kind, self.freezing)
 
     def _rebuild(self) -> None:
-        """Graphs are recorded again, with copies and gradients of what trains now."""
+        """Record graphs again, with copies and gradients of the parameters that train now."""
         super()._rebuild()
         if self.graphed is not None:
             assert isinstance(self.optimizer, RecordableAdamW)
-            self.optimizer.forget()
-            self.graphed = None  # and with it the memory of the old ones
+            self.optimizer.clear_gathered()
+            self.graphed = None  # frees the memory of the old graphs first
             self.graphed = self._make_graphed()
 
     def _make_windows(self) -> RowWindows | None:
-        store, short = self.objective.store, list(live_weights(self.raw).values())
-        # fp16 may skip a step, and an encoder-decoder reads other tokens than its texts'.
-        can = self.precision != "fp16" and not self.objective.kind.writes
-        if not short or not can or self.state.num_processes > 1:
+        store, live = self.objective.store, list(live_weights(self.raw).values())
+        # fp16 may skip a step, and an encoder-decoder also reads tokens of its targets.
+        supported = self.precision != "fp16" and not self.objective.kind.writes
+        if not live or not supported or self.state.num_processes > 1:
             return None
-        return make_windows(short[0], self.optimizer, store, self.resolved.plan)
+        return make_windows(live[0], self.optimizer, store, self.resolved.plan)
 
     def _make_graphed(self) -> GraphedStep:
-        """The step as it is recorded."""
+        """The step that is recorded as CUDA graphs, with bf16 copies in bf16."""
         self.scale = torch.zeros((), device=self.state.device)
         self.copies = None
         copied: list[nn.Parameter] = []
@@ -126,10 +127,10 @@ class FastStep(PlainStep):
             self.optimizer.copies = {id(weight): copy for weight, copy in self.copies.trained}
             copied = [copy for _, copy in self.copies.trained]
         trained = [p for p in self.parameters if p.requires_grad]
-        follow = (lambda: None) if self.copies is None else self.copies.follow
+        refresh_if_changed = (lambda: None) if self.copies is None else self.copies.refresh_if_changed
         whole = self.config.training.accumulate == 1
         return GraphedStep(
-            self._compute, self._finish_recorded, follow, self.scale, whole, [*trained, *copied]
+            self._compute, self._finish_recorded, refresh_if_changed, self.scale, whole, [*trained, *copied]
         )
 
     def _compute(self, batch: Batch) -> Tensor:
@@ -140,15 +141,15 @@ class FastStep(PlainStep):
             loss.backward()
         if self.copies is not None:
             assert isinstance(self.optimizer, RecordableAdamW)
-            self.copies.collect(self.optimizer.rooms)
+            self.copies.collect(self.optimizer.make_gradients)
             self.optimizer.gather()
         return loss.detach()
 
     def _finish_recorded(self) -> Tensor:
-        """Clip the gradients, take the optimizer's step, and return their norm before."""
+        """Clip the gradients, take the optimizer's step, and return the gradients' norm before clipping."""
         optimizer = self.optimizer
         assert isinstance(optimizer, RecordableAdamW)
-        if optimizer.together:
+        if optimizer.gathered:
             optimizer.step()
             norm = optimizer.norm
         else:
@@ -157,25 +158,25 @@ class FastStep(PlainStep):
             optimizer.step()
             if self.copies is not None:
                 self.copies.refresh()
-        # Without accumulation gradients are overwritten, so drop them; with it they are summed in place.
+        # Without accumulation gradients are made again at each step; with it they are summed in place.
         optimizer.zero_grad(set_to_none=self.config.training.accumulate == 1)
         return norm
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
-        """As the plain step, and compared with it where that is due."""
+        """As the plain step; compared with it when `due`."""
         self._begin(number)
         if self.watch is None or self.why_unwatched() or not due(self.watch, number):
             return self._take(number, batches, k)
         try:
-            right = yardstick(self, batches, k)  # before the weights move
-        except torch.OutOfMemoryError:  # what is trained fits; it must not fail for being watched
+            expected = measure_expected(self, batches, k)  # before the weights change
+        except torch.OutOfMemoryError:  # training itself fits into memory and must not fail by the comparison
             torch.cuda.empty_cache()
             self.watch.skipped, self.watch.again = self.watch.skipped + 1, False
             return self._take(number, batches, k)
         fast = measure(self, batches, k, plain=False) if has_dropout(self.raw) else None
         loss, norm, tokens = self._take(number, batches, k)
         fast = fast or {"loss": float(loss), "grad_norm": float(norm)}
-        compare(self.watch, fast, right, self.precision, number + 1)
+        compare(self.watch, fast, expected, self.precision, number + 1)
         return loss, norm, tokens
 
     def _take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
@@ -204,7 +205,7 @@ class FastStep(PlainStep):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """The model computes by the plain path while this lasts."""
+        """A context in which the model computes by the plain path."""
         if self.forward is not None:
             self.forward.remove()
         try:
@@ -216,9 +217,9 @@ class FastStep(PlainStep):
 
     def sync(self) -> None:
         if self.windows is not None:
-            self.windows.fold()
+            self.windows.write_back()
 
-    def _short(self) -> Short:
+    def _live_embeddings(self) -> LiveEmbeddings:
         return live_weights(self.raw)
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
@@ -228,7 +229,7 @@ class FastStep(PlainStep):
 
     def hand_over(self, steps: int) -> tuple[Tensors, Tensors]:
         model, moments = self.capture()
-        for name, live in live_weights(self.raw).items():  # rows set aside take the decay they missed
+        for name, live in live_weights(self.raw).items():  # idle rows get the weight decay they missed
             model[name][live.idle] *= self._shrinkage(name, steps)
         self.close()
         return model, moments
@@ -263,12 +264,12 @@ class FastStep(PlainStep):
         }
 
     def _missing(self) -> dict[str, list[str]]:
-        """Which kernels of our own do not run on this GPU, by the reasons why."""
-        found: dict[str, list[str]] = {}
+        """Reason -> the kernels of our own that do not run on this GPU."""
+        missing: dict[str, list[str]] = {}
         for name in KERNELS if self.state.device.type == "cuda" else ():
             if why := self.can[name]:
-                found.setdefault(why, []).append(name.replace("_", " "))
-        return found
+                missing.setdefault(why, []).append(name.replace("_", " "))
+        return missing
 
     def __str__(self) -> str:
         paths = self.paths()

@@ -1,4 +1,5 @@
-"""Each of our kernels once, forward and backward, on a few numbers: whether it compiles and starts here."""
+"""Trials of our kernels: each runs once, forward and backward, on a few numbers, to see whether it works
+here."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ from oelm.system.library_errors import first_line
 
 @cache
 def why_no_heads(device: torch.device) -> str | None:
-    """Why attention of other models does not run on this device; None where it does."""
+    """Why our attention kernel for other models does not run on this device; None if it does."""
     q, k, v = (torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
     bounds = torch.tensor([0, 3, 16], dtype=torch.int32, device=device)
     try:
@@ -32,13 +33,13 @@ def why_no_heads(device: torch.device) -> str | None:
             heads_triton.forward(*given, bounds, bounds[:1].long(), False, 0.125, 0.1, 0)[0].sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # whatever a compiler, a driver or a launcher may say
+    except Exception as error:  # compilers, drivers and launchers raise many kinds
         return f"our kernel for packed attention does not run here: {first_line(error)}"
     return None
 
 
 def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """By the names in `capabilities.KERNELS`, the smallest first."""
+    """A trial of each kernel in `capabilities.KERNELS`, the smallest kernel first."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
@@ -88,5 +89,5 @@ def trials(device: torch.device) -> dict[str, Callable[[], Any]]:
 
         return trial
 
-    every = (rows, adamw, rotary, cross_entropy, norm, attention, value_only)
-    return {work.__name__: checked(work) for work in every}
+    works = (rows, adamw, rotary, cross_entropy, norm, attention, value_only)
+    return {work.__name__: checked(work) for work in works}

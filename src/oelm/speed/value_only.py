@@ -1,8 +1,8 @@
-"""Value-only attention: for the backward pass the scores are constants.
+"""Value-only attention: the scores are constants for the backward pass.
 
-Queries and keys get no gradient, so of the five matrix products of attention's backward pass two are
-left: the scores once more, and their transpose with the gradient. Common attention kernels compute the
-gradients of queries and keys whether or not anyone wants them; the one in `value_only_triton.py` does not.
+Queries and keys get no gradient, so only two of the five matrix products of attention's backward pass are
+needed: the scores again, and their transpose with the gradient. Common attention kernels always compute the
+gradients of queries and keys; the one in `value_only_triton.py` does not.
 """
 
 import torch
@@ -16,8 +16,8 @@ from oelm.speed.operations import kernels_allowed, packed_attention
 
 attention_triton, value_only_triton = load_kernels("attention_triton"), load_kernels("value_only_triton")
 
-# On a CPU `F.scaled_dot_product_attention` computes all three gradients, whatever is asked for. Up to this
-# length keeping the probabilities is faster, by 1.9 at 128 and 1.4 at 512, and takes memory one can spare.
+# On a CPU `F.scaled_dot_product_attention` always computes all three gradients. Up to this length keeping the
+# probabilities is faster, by a factor of 1.9 at 128 and 1.4 at 512, and takes little memory.
 _KEEP_PROBABILITIES = 512
 
 
@@ -36,14 +36,14 @@ def value_only_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tenso
     if _has_kernel(v):
         return value_only_triton.value_only(q, k, v, None, causal, q.shape[-1] ** -0.5)[0]
     trains = v.requires_grad and torch.is_grad_enabled()
-    exact = v.dtype in (torch.float32, torch.float64)  # below that, the softmax itself would be rounded
+    exact = v.dtype in (torch.float32, torch.float64)  # in lower precision the softmax would be rounded
     if trains and exact and v.device.type == "cpu" and v.shape[-2] <= _KEEP_PROBABILITIES:
         return reference(q, k, v, causal)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=q.shape[-1] ** -0.5)
 
 
 def packed_value_only(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """The same in both directions over texts that lie end to end in (N, H, D) tensors."""
+    """`value_only_attention`, bidirectional, over packed texts in (N, H, D) tensors."""
     q, k = q.detach(), k.detach()
     if not _has_kernel(v):
         return packed_attention(q, k, v, packing)

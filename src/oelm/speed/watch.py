@@ -1,9 +1,9 @@
-"""The fast path is watched: at the first step and now and then the plain path computes the same batch, and
-loss and gradient norm of the two are compared.
+"""Checks of the fast path: at the first step and now and then the plain path computes the same batch, and the
+loss and gradient norm of both are compared.
 
 The plain path is PyTorch's own operations on padded texts, without our kernels, CUDA graphs or copies of
-weights. In half precision a few batches have gradients that rounding alone changes by half: where the two
-paths differ by more than the tolerance, float32 decides which of them errs.
+weights. In half precision, rounding alone can change the gradients of a few batches by half. So if the two
+paths differ by more than the tolerance, float32 decides which of them is wrong.
 """
 
 import math
@@ -23,11 +23,11 @@ from oelm.training.step import Watch
 if TYPE_CHECKING:
     from oelm.speed.step import FastStep
 
-# Steps. To compare takes as long as some forty fast ones: under a hundredth of all. At the first step nothing
-# is recorded yet as a CUDA graph, some hundred steps later every shape is.
+# Steps at which the paths are compared. A comparison takes as long as some forty fast steps, under 1 % in
+# all. At the first step no CUDA graph is recorded yet; some hundred steps later every shape is.
 EARLY, EVERY = (200, 1_000), 5_000
-PART_TOKENS = 8_192  # of a batch, for the plain path at a time: it needs more memory
-# The largest relative deviation of loss and gradient norm at which float32 is not asked.
+PART_TOKENS = 8_192  # tokens of a batch that the plain path computes at a time, as it needs more memory
+# The largest relative deviations of loss and gradient norm that are accepted without float32.
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-3}, "bf16": {"loss": 0.01, "grad_norm": 0.05}}
 MAX_ERROR_RATIO = 4  # allowed error of the fast path over the plain path's, both against float32
 
@@ -37,7 +37,8 @@ def due(watch: Watch, step: int) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """With dropout the two paths draw different numbers: then both are computed anew without it."""
+    """Whether the model uses dropout. The paths draw different numbers, so both are then compared without
+    it."""
     rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     config = getattr(model, "config", None)
     values = config.to_dict() if config is not None else {}
@@ -46,31 +47,31 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """What a step's loss and gradient norm should be: by the plain path, and by it in float32."""
+class Expected:
+    """A step's expected loss and gradient norm: by the plain path, and by the plain path in float32."""
 
     plain: dict[str, float]
     exact: dict[str, float]
 
 
-def yardstick(step: "FastStep", batches: Epoch, k: int) -> Yardstick:
-    """Of batch k, with the weights as they are."""
+def measure_expected(step: "FastStep", batches: Epoch, k: int) -> Expected:
+    """The expected values of batch k, with the current weights."""
     plain = measure(step, batches, k)
     exact = plain if step.precision == "fp32" else measure(step, batches, k, precise=True)
-    return Yardstick(plain, exact)
+    return Expected(plain, exact)
 
 
-def compare(watch: Watch, fast: dict[str, float], right: Yardstick, precision: str, step: int) -> None:
-    """Note the relative deviations of the fast path's numbers from the plain path's. Raises RunError where
-    they are beyond the tolerance and float32 says that the fast path is to blame. What is not finite in the
-    plain path, too, is for the run itself to notice."""
+def compare(watch: Watch, fast: dict[str, float], expected: Expected, precision: str, step: int) -> None:
+    """Record the relative deviations of the fast path's numbers from the plain path's. Raises RunError if
+    they are beyond the tolerance and float32 shows that the fast path is wrong. Numbers that are not finite
+    are left to the run's own checks."""
     for name, allowed in TOLERANCE[precision].items():
-        deviation = _deviation(fast[name], right.plain[name])
-        if deviation > allowed and math.isfinite(right.plain[name]) and math.isfinite(fast[name]):
-            usual = max(_deviation(right.plain[name], right.exact[name]), allowed)
-            if _deviation(fast[name], right.exact[name]) > MAX_ERROR_RATIO * usual:
-                seen = {"fast": fast[name], "plain": right.plain[name], "exact": right.exact[name]}
-                reason = notice("run.fast_path_wrong", step=step, what=name, **seen)
+        deviation = _deviation(fast[name], expected.plain[name])
+        if deviation > allowed and math.isfinite(expected.plain[name]) and math.isfinite(fast[name]):
+            usual = max(_deviation(expected.plain[name], expected.exact[name]), allowed)
+            if _deviation(fast[name], expected.exact[name]) > MAX_ERROR_RATIO * usual:
+                values = {"fast": fast[name], "plain": expected.plain[name], "exact": expected.exact[name]}
+                reason = notice("run.fast_path_wrong", step=step, what=name, **values)
                 raise RunError(reason, advice=notice("advice.plain_path"))
         if math.isfinite(deviation):
             watch.largest[name] = max(watch.largest.get(name, 0.0), deviation)
@@ -84,8 +85,8 @@ def _deviation(a: float, b: float) -> float:
 def measure(
     step: "FastStep", batches: Epoch, k: int, plain: bool = True, precise: bool = False
 ) -> dict[str, float]:
-    """Loss and gradient norm of batch k with the weights as they are, without dropout. Nothing is changed.
-    `plain`: by the plain path; `precise`: in float32, whatever the precision of the run."""
+    """Loss and gradient norm of batch k with the current weights, without dropout; nothing is changed.
+    `plain`: by the plain path; `precise`: in float32 instead of the run's precision."""
     objective, model, device = step.objective, step.raw, step.state.device
     layout = Layout(segments=step.layout.segments) if plain else replace(step.layout, round_widths=False)
     items = batches.batch(k)
@@ -95,7 +96,7 @@ def measure(
     sums: list[Tensor | None] = [None] * len(weights)
     loss, training = 0.0, model.training
     try:
-        model.eval()  # no dropout, and an embedding that trains in windows is whole
+        model.eval()  # no dropout, and row windows are written back
         with step.suspended() if plain else nullcontext():
             for part in range(parts):
                 batch = objective.batch("train", batches.share(k, part, parts), layout).to(device)

@@ -34,8 +34,8 @@ def analyse(folder: Path) -> Analysis:
     else:
         check_folder(folder)
         # Without its study.toml a report could not tell how a study's learning rates were chosen.
-        below = [path.parent for path in sorted(folder.rglob("study.toml"))]
-        if studies := [str(study) for study in below if any(study.rglob("results.json"))]:
+        study_folders = [path.parent for path in sorted(folder.rglob("study.toml"))]
+        if studies := [str(study) for study in study_folders if any(study.rglob("results.json"))]:
             more = f" (or one of {len(studies) - 5} more)" if len(studies) > 5 else ""
             names = " or ".join(studies[:5])
             raise UserError(f"{folder} is not a study, but studies are below it: report on {names}{more}")
@@ -50,13 +50,16 @@ def analyse(folder: Path) -> Analysis:
     return replace(analysis, damaged=damaged, unplanned=study is not None and plan is None)
 
 
-def settled(analysis: Analysis) -> bool:
-    """Whether more seeds would change nothing: every comparison is decided, or its test items forbid it."""
-    return all(c.verdict in ("better", "worse", "equivalent") or _hopeless(c) for c in analysis.comparisons)
+def more_seeds_useless(analysis: Analysis) -> bool:
+    """Whether further seeds cannot change a verdict: every comparison is decided, or its few test items
+    leave it undecided with any number of seeds."""
+    return all(
+        c.verdict in ("better", "worse", "equivalent") or _cannot_be_decided(c) for c in analysis.comparisons
+    )
 
 
 def unfinished(analysis: Analysis) -> bool:
-    """Whether a study still needs runs, as far as its records tell."""
+    """Whether a study still needs runs, by its records alone."""
     study = analysis.study
     if study is None:
         return False
@@ -67,10 +70,12 @@ def unfinished(analysis: Analysis) -> bool:
         done = {record.cell for record in runs if record.evaluated}
         if group.matrix is None or not done.issuperset(group.matrix.needed):
             return True
-    return study.table.until_decided and study.table.seeds < study.looks[-1] and not settled(analysis)
+    return (
+        study.table.until_decided and study.table.seeds < study.looks[-1] and not more_seeds_useless(analysis)
+    )
 
 
-def _hopeless(comparison: Comparison) -> bool:
+def _cannot_be_decided(comparison: Comparison) -> bool:
     """Whether any number of seeds would leave this difference undecided on these test items."""
     interval = comparison.overall
     if comparison.verdict != "open" or interval is None:
@@ -88,12 +93,12 @@ def analyse_records(
     records: Sequence[Record], study: Study | None, left_out: int = 0, title: str = ""
 ) -> Analysis:
     """Analyse records; those of a study are chosen and compared as the study planned."""
-    records = [record.by_metric(study.table.metric if study else None) for record in records]
+    records = [record.with_metric(study.table.metric if study else None) for record in records]
     unique = {(r.identity.key, r.method): r for r in reversed(records)}  # of copies, the first
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for record in reversed(unique.values()):
         by_setting[record.identity.setting].append(record)
-    by_setting = {setting: _one_path(runs) for setting, runs in by_setting.items()}
+    by_setting = {setting: _drop_unpaired_fast_runs(runs) for setting, runs in by_setting.items()}
     groups = [_group(setting, runs, study) for setting, runs in by_setting.items()]
     groups.sort(key=lambda group: (group.task, group.model, group.setting))
     margin = study.table.margin if study else 1.0
@@ -162,8 +167,8 @@ def _group(setting: str, records: list[Record], study: Study | None) -> Group:
 
 
 def _with_stand_ins(records: list[Record]) -> list[Record]:
-    """Let measured runs that diverged, or stopped at chance level, count with the test score of the worst
-    trivial baseline: they are results of their method."""
+    """Give measured runs that diverged, or stopped at chance level, the test score of the worst trivial
+    baseline: they are results of their method and must count."""
     metric, sign = records[0].metric, 1 if records[0].larger_is_better else -1
     baselines = baselines_of((r for r in records if r.test is not None), metric)
     if not baselines:
@@ -178,11 +183,14 @@ def _with_stand_ins(records: list[Record]) -> list[Record]:
     ]
 
 
-def _one_path(records: list[Record]) -> list[Record]:
-    """Leave out runs by the fast path whose pair it failed in another arm: the study has made them again by
-    the plain path, so that pairs have the same arithmetic."""
-    failed = {r.cell.pairing for r in records if r.fell_back}
-    kept = [r for r in records if r.cell.pairing not in failed or not r.config.training.fast]
+def _drop_unpaired_fast_runs(records: list[Record]) -> list[Record]:
+    """Leave out fast-path runs where the fast path failed in another arm at the same seed.
+
+    The study has made these runs again by the plain path, so that both runs of a pair have the same
+    arithmetic.
+    """
+    fell_back = {r.cell.pairing for r in records if r.fell_back}
+    kept = [r for r in records if r.cell.pairing not in fell_back or not r.config.training.fast]
     return kept or records
 
 
@@ -197,7 +205,7 @@ def _arm(method: str, records: list[Record], matrix: Matrix | None, study: Study
     near_ties: dict[float, tuple[Record, ...]] = {}
     if matrix is not None and not unevaluated:
         lr, *further = matrix.measured.get(method, [None])
-        near_ties = {rate: _tested(r for r in measured if r.lr == rate) for rate in further if rate}
+        near_ties = {tied: _tested(r for r in measured if r.lr == tied) for tied in further if tied}
         measured = [r for r in measured if r.lr in (lr, *further)]
         chosen = len(matrix.grid) > 1 and lr is not None
     else:  # whether the learning rate of the measured runs is the best one is not known
@@ -251,8 +259,8 @@ def _compare(
 
 
 def table_of(group: Group, pairs: Sequence[tuple[Record, Record]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """The differences of pairs of runs (seeds, clusters of test items) and the clusters' sizes; None if a run
-    did not record its items."""
+    """The differences of pairs of runs, (seeds, clusters of test items), and the clusters' sizes; None if a
+    run did not record its items."""
     rows, sizes = [], []
     sign = 100.0 if group.larger_is_better else -100.0
     finished = next((run for pair in pairs for run in pair if not run.stand_in), None)
@@ -289,8 +297,8 @@ def near_tied_pairs(arm: ArmResult, other: ArmResult) -> list[list[tuple[Record,
 
 
 def pair_runs(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """The runs that share a seed and their arithmetic, in the order of the seeds. The score of a run that
-    diverged is a trivial baseline's, whatever its arithmetic was."""
+    """The pairs of runs with the same seed and arithmetic, in the order of the seeds. A run that diverged is
+    paired whatever its arithmetic: its score is a trivial baseline's."""
     return [
         (a, b)
         for a, b in _same_seed(runs, others)
@@ -306,13 +314,14 @@ def _same_seed(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[R
 def find_problems(
     arm: ArmResult, reference_arm: ArmResult, study: Study | None, comparisons: int = 1
 ) -> tuple[str, ...]:
-    """Why no conclusion may be drawn from two arms, one of so many comparisons: codes of PROBLEMS."""
+    """Codes of PROBLEMS: why no conclusion may be drawn from two arms. `comparisons` is how many the study
+    planned."""
     arms = (arm, reference_arm)
     same_seed = min(len(_same_seed(a, b)) for a in arm.by_lr for b in reference_arm.by_lr)
     pairs = min(map(len, near_tied_pairs(*arms)))
     planned = study.next_look if study else max(len(a.seeds) for a in arms)
-    lost = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
-    failed = any(r.failed_by_method and not r.stand_in for r in lost)
+    failures = [r for a in arms for r in a.failures if r.lr in (a.lr, *a.near_ties) and not r.choosing]
+    failed = any(r.failed_by_method and not r.stand_in for r in failures)
     both_chosen, measured = arm.chosen and reference_arm.chosen, all(a.records for a in arms)
     problems = {
         "unevaluated": any(a.unevaluated for a in arms),
@@ -329,7 +338,7 @@ def find_problems(
 
 
 def _across(comparisons: Sequence[Comparison]) -> list[Across]:
-    """Every method that was compared on several tasks, over all of them."""
+    """One entry for every method that was compared with the reference arm on several tasks."""
     by_method: dict[str, list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
         if comparison.differences and comparison.reference == comparison.group.reference_arm:
@@ -350,7 +359,7 @@ def _across(comparisons: Sequence[Comparison]) -> list[Across]:
 
 
 def _mixtures(records: Sequence[Record]) -> dict[str, list[str]]:
-    """What differs between the runs of a study: versions, commits, hardware."""
+    """The values of what differs between the runs: versions, commits, hardware."""
     seen: dict[str, set[str]] = defaultdict(set)
     for record in records:
         for name, value in record.made_with.items():

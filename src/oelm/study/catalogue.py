@@ -60,12 +60,12 @@ def clock(seconds: float | None) -> str:
 
 
 def differences(experiment: Experiment, config: RunConfig, results: Mapping[str, Any]) -> list[str]:
-    """In what a run differs from the published recipe; nothing: it is an exact repeat."""
-    theirs, ours = (flat(c.identity(files=False)) for c in (experiment_config(experiment.id), config))
-    keys = dict.fromkeys([*theirs, *ours])
-    differing = [key for key in keys if key != "experiment" and theirs.get(key) != ours.get(key)]
+    """The keys in which a run differs from the published recipe; empty for an exact repeat."""
+    recipe, used = (flat(c.identity(files=False)) for c in (experiment_config(experiment.id), config))
+    keys = dict.fromkeys([*recipe, *used])
+    differing = [key for key in keys if key != "experiment" and recipe.get(key) != used.get(key)]
     precision = results.get("precision")
-    if precision not in (None, theirs["training.precision"]) and "training.precision" not in differing:
+    if precision not in (None, recipe["training.precision"]) and "training.precision" not in differing:
         differing.append("training.precision")
     items, final = experiment.published.get("train_items"), results.get("final")
     count, samples = results.get("train_items"), results.get("samples")
@@ -80,7 +80,7 @@ def differences(experiment: Experiment, config: RunConfig, results: Mapping[str,
     return differing
 
 
-# A published figure -> where a run's results have the same one: (part, metric), or a key of the results.
+# A published figure -> the keys, from outside in, of the same figure in a run's results.
 FIGURES: dict[str, tuple[str, ...]] = {
     "perplexity": ("best", "metrics", "perplexity"),
     "best_accuracy": ("best", "metrics", "accuracy"),
@@ -97,11 +97,11 @@ FIGURES: dict[str, tuple[str, ...]] = {
 }
 
 
-def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """The published figures that a run has too: name, published, here.
+def shared_figures(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """The figures that both the publication and a run have: (name, published, here).
 
-    A score is compared on the split it was published for: the best one where the run chose on that split,
-    that of the test where it was only tested on it.
+    A score is compared on the split it was published for: the best evaluation where the run chose on that
+    split, the final test where the run was only tested on it.
     """
     counts = experiment.published.get("parameters", {})
     names = {"total": "parameters", "trainable": "trained parameters", "frozen": "frozen parameters"}
@@ -120,12 +120,12 @@ def beside(experiment: Experiment, results: Mapping[str, Any]) -> list[tuple[str
     return rows
 
 
-def published_beside(config: RunConfig, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run of an experiment differs in, and the published figures with its own beside."""
+def compare_with_published(config: RunConfig, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in which a run of an experiment differs from it, and the figures of both."""
     experiment = get_experiment(str(config.experiment))
-    rows = beside(experiment, results)
+    rows = shared_figures(experiment, results)
     return {
         "experiment": experiment.id,
         "differs_in": differences(experiment, config, results),
-        "beside": {name: {"published": theirs, "here": here} for name, theirs, here in rows},
+        "beside": {name: {"published": published, "here": here} for name, published, here in rows},
     }

@@ -1,7 +1,8 @@
-"""Do the published experiments run here as published, and how long would each take on this machine?
+"""Check that the published experiments run here as published, and estimate how long each takes here.
 
 Every experiment trains for a few steps at its published batch size, length, precision and learning rates, and
-is evaluated, saved, loaded again and audited. `StandIns` makes up what is not at hand.
+is evaluated, saved, loaded again and audited. `StandIns` replaces data and weights that are not on this
+machine.
 """
 
 import gc
@@ -43,9 +44,9 @@ def check_experiments(
     say: Callable[[str], None] = lambda text: None,
     file: Path | None = None,
 ) -> dict[str, Any]:
-    """The record of a short run of each experiment; one that fails does not stop the others.
+    """Run the first steps of each experiment and return the record; one that fails does not stop the others.
 
-    `shrink`: small models and short texts. `say` gets a line for each experiment, `file` the record so far.
+    `shrink`: small models and short texts. `say` gets a line after each experiment, `file` the record so far.
     """
     import torch
 
@@ -59,8 +60,8 @@ def check_experiments(
         raise UserError("--check runs in one process: start it without torchrun")
     steps = steps or STEPS.get(state.device.type, STEPS["cpu"])
     ids = [experiment.id for experiment in experiments]
-    every = ids == [experiment.id for experiment in list_experiments()]
-    words = ["oelm", "experiments", "--check", *([] if every else ids)]
+    all_of_them = ids == [experiment.id for experiment in list_experiments()]
+    words = ["oelm", "experiments", "--check", *([] if all_of_them else ids)]
     words += ["--steps", str(steps), *(["--data-dir", data_dir] if data_dir else []), *["--shrink"] * shrink]
     about = {"command": shlex.join(words), "environment": environment(state.device, 1), "steps": steps}
     record: dict[str, Any] = {"schema": SCHEMA, **about, "shrunk": shrink, "experiments": []}
@@ -75,7 +76,7 @@ def check_experiments(
                     _check(experiment, entry, stand_ins, state.device, steps)
                 except Interrupted as error:
                     raise RunError(error.notice, "process") from None  # there is nothing to resume
-                except Exception as error:  # whatever it is, the other experiments can run
+                except Exception as error:  # recorded, so that the other experiments still run
                     entry |= {"status": "failed", "problem": reason_of(error).to_dict()}
                 shutil.rmtree(f"{folder}/run", ignore_errors=True)
                 gc.collect()
@@ -112,8 +113,8 @@ def _check(
         return resolve_run(changed, objective, device)
 
     entry["differences"] = differences(experiment.config, resolve(), entry["stand_ins"])
-    # A run cannot stop early and be complete. With the whole run's warm-up in steps, a short run has the same
-    # learning rates within it, and where they are constant.
+    # A run that stops early is not complete, so a short one is resolved. With the whole run's warm-up in
+    # steps, it has the same learning rates during the warm-up, and after it where the rate is constant.
     whole = resolve(steps=total, epochs=None)
     overrides = {"steps": steps, "epochs": None, "warmup": whole.warmup_steps}
     short = resolve(**overrides)
@@ -134,14 +135,15 @@ def _check(
         "parameters_off": None if stand_ins.shrink else {key: by for key, by in off.items() if by},
         "timing": timing,
         "seconds_per_step": seconds,
-        "time_s": None if stand_ins.shrink else seconds * total,  # a small model's says nothing
+        "time_s": None if stand_ins.shrink else seconds * total,  # a shrunk model's time is of no use
         "peak_memory_bytes": results["peak_memory_bytes"] if device.type == "cuda" else None,
         "audit": Trained(run).audit().to_dict(),
     }
 
 
 def _seconds_per_step(results: dict[str, Any]) -> float:
-    """Of a run with too few steps for its own statistics: those in which the fast path was not compared."""
+    """Mean seconds of a step, for a run with too few steps for timing statistics: only the steps in which the
+    fast path was not compared with the plain one."""
     if steps := results["steps"] - results["watch"]["checks"]:
         return float((results["train_time_s"] - results["watch_time_s"]) / steps)
     return float(results["train_time_s"] / results["steps"])
@@ -158,7 +160,7 @@ def published_steps(experiment: Experiment) -> int:
 def differences(
     recipe: dict[str, Any], run: "ResolvedRun", replaced: Container[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """The keys of a recipe that have another value in the resolved run, but for those replaced."""
+    """The keys of a recipe that have another value in the resolved run, without the `replaced` ones."""
     here = run.config.to_dict()
     here["training"]["precision"] = run.precision  # what the device can do
     differing = {}

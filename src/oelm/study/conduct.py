@@ -13,15 +13,15 @@ from rich.text import Text
 
 from oelm.config import RunConfig
 from oelm.data.tasks import task_kind
-from oelm.data.trivial_baselines import compute_beside, trivial_baselines
+from oelm.data.trivial_baselines import compute_in_background, trivial_baselines
 from oelm.errors import UserError
 from oelm.method import Method
 from oelm.models.build import build_model
-from oelm.models.initial_values import drawn_once
+from oelm.models.initial_values import sharing_draws
 from oelm.models.starts import is_study, starts_of
-from oelm.study.analysis import analyse, settled
+from oelm.study.analysis import analyse, more_seeds_useless
 from oelm.study.design import FIRST_SEED, Study
-from oelm.study.estimate import evaluations, measure_pace, span
+from oelm.study.estimate import evaluations, makespan, measure_pace
 from oelm.study.folder import Setting, StudyFolder
 from oelm.study.launchers import LAUNCHERS, Launcher
 from oelm.study.scheduler import Scheduler, StudyProgress
@@ -54,8 +54,8 @@ def prepare_settings(study: Study) -> list[Setting]:
             )
         for warning in store.warnings:
             say(f"note: {store.task}: {warning}", err=True)
-        # Once for all runs, which read what was computed; with a GPU the first ones train meanwhile.
-        (compute_beside if device.type == "cuda" else trivial_baselines)(store)
+        # Computed once and read by all runs; with a GPU in the background, while the first runs train.
+        (compute_in_background if device.type == "cuda" else trivial_baselines)(store)
         run = resolve_run(config, objective_of(config, store), device, study.table.gpus_per_run)
         settings.append(Setting(study, run.config, store, run.precision))
     names = [setting.task for setting in settings]
@@ -65,21 +65,22 @@ def prepare_settings(study: Study) -> list[Setting]:
 
 
 def _refuse_open_keys(config: RunConfig) -> None:
-    """What is left to the GPU cannot be decided on a machine without one."""
+    """Refuse, on a machine without a GPU, a model or precision that is chosen by the GPU of the workers."""
     known = {"model": config.model.name is not None, "precision": config.training.precision != "auto"}
     if left := [key for key in known if not known[key]]:
         raise UserError(f"the runs get GPUs and this machine has none: give --{left[0]}")
 
 
 def check_methods(settings: list[Setting]) -> None:
-    """Build every model with every method once: one that cannot be built is refused before any run."""
+    """Build every model with every method once, so that one that cannot be built is refused before any
+    run."""
     for setting in {repr(setting.config.model): setting for setting in settings}.values():
         for method in setting.study.arms:
             _build(setting, method)
 
 
 def _build(setting: Setting, method: str) -> Any:
-    """The model of an arm as its runs start; `UserError` where they could not."""
+    """The model of an arm as its runs start it; `UserError`, naming the arm, where it cannot be built."""
     try:
         config = setting.run_config(replace(setting.any_cell, method=method))
         _check_starts(config, setting.study)
@@ -90,17 +91,17 @@ def _build(setting: Setting, method: str) -> Any:
 
 
 def _check_starts(config: RunConfig, study: Study) -> None:
-    """Refuse a study with seeds that have no model of their own in the study that they start from: they would
-    share those of others, and vary less than they seem to."""
+    """Refuse seeds without a model of their own in the study that this one starts from: runs that start from
+    the same model vary less than independent ones."""
     name = str(config.model.name)
     if is_study(Path(name)):
         label = Method.from_dict(config.method.overrides()).name
-        last = range(FIRST_SEED, FIRST_SEED + study.looks[-1])
-        missing = [*{*last} - {start.seed for start in starts_of(name, label)}]
+        seeds = range(FIRST_SEED, FIRST_SEED + study.looks[-1])
+        missing = [*{*seeds} - {start.seed for start in starts_of(name, label)}]
         if missing:
             fewer = min(missing) - FIRST_SEED
             raise UserError(
-                f"{name} has models of this method for {len(last) - len(missing)} of {len(last)} seeds; "
+                f"{name} has models of this method for {len(seeds) - len(missing)} of {len(seeds)} seeds; "
                 f"{f'ask for --seeds {fewer}, or ' * bool(fewer)}make the others in that study, with "
                 "study.models=all (records that were imported have no models)"
             )
@@ -121,9 +122,9 @@ def _resolved(setting: Setting) -> ResolvedRun:
 def study_time(
     settings: list[Setting], estimates: list[dict[str, float]], launcher: Launcher, runs: tuple[int, int]
 ) -> tuple[list[float], float, bool]:
-    """Seconds of a measured run of each setting, and of a whole study with so many trials and measured `runs`
-    of each; and whether they were measured here. Otherwise they are those of the estimates: another machine
-    trains, or a few steps take minutes."""
+    """Seconds of a measured run of each setting; seconds of a whole study with `runs` = (trials, measured
+    runs) of each; whether they were measured here. If not, because another machine trains or a step takes
+    long, they come from the estimates."""
     resolved = [_resolved(setting) for setting in settings]
     slow = any(e["time_s"] > SLOWEST_STEP * r.total_steps for e, r in zip(estimates, resolved, strict=True))
     try:
@@ -140,9 +141,9 @@ def study_time(
             )
         seconds.append(measured)
         phases.append([*zip(runs, (trial, measured), strict=True)])
-    # The study, its workers and its report have to be imported.
+    # The study, its workers and its report each import the package first.
     starts = 3 * max(pace.start if pace else 0.0 for pace in paces)
-    return seconds, starts + span(phases, launcher.places), None not in paces
+    return seconds, starts + makespan(phases, launcher.places), None not in paces
 
 
 def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) -> Launcher:
@@ -151,8 +152,8 @@ def make_launcher(study: Study, estimates: list[dict[str, float]], out: Path) ->
     return LAUNCHERS.find(study.table.launcher)(study.table, memory, out / "log")
 
 
-def _due(settings: list[Setting], out: Path) -> int:
-    """How many runs could start at once."""
+def _count_startable(settings: list[Setting], out: Path) -> int:
+    """The number of runs that could start now."""
     cells = [(setting, cell) for setting in settings for cell in setting.matrix().needed]
     return sum(not (setting.folder(out, cell) / "results.json").exists() for setting, cell in cells)
 
@@ -160,27 +161,27 @@ def _due(settings: list[Setting], out: Path) -> int:
 def conduct(
     study: Study, out: Path, stop_after: float | None, show: Callable[[StudyProgress], None]
 ) -> StudyProgress:
-    """Make every run the study needs that is not there yet. Raises `Interrupted` when told to stop."""
+    """Train every run of the study that has no result yet. Raises `Interrupted` when asked to stop."""
     folder = StudyFolder(out)
     with folder.lock(study), stopping(stop_after) as stop:
         (out / "cancel").unlink(missing_ok=True)
-        if study.table.launcher == "local":  # or every run would be tried, and fail
+        if study.table.launcher == "local":  # a missing tracker would fail every run
             for task in study.tasks:
                 results.check_trackers(study.task_config(task).training.trackers)
         for seeds in study.looks:
             study = replace(study, table=replace(study.table, seeds=seeds))
             settings = prepare_settings(study)
             with contextlib.ExitStack() as stack:
-                with drawn_once():
+                with sharing_draws():
                     estimates = [estimate_run(setting) for setting in settings]
                     launcher = stack.enter_context(contextlib.closing(make_launcher(study, estimates, out)))
-                    launcher.prepare(_due(settings, out))
+                    launcher.prepare(_count_startable(settings, out))
                     check_methods(settings)
-                stop.patient = True  # from here on the scheduler looks, and running runs save first
+                stop.patient = True  # from here on the scheduler handles a stop: running runs save first
                 folder.save(study, settings)
                 folder.write(made=[setting.key for setting in settings])
                 progress = Scheduler(settings, out, launcher, study.table.models).run(stop, show)
-            if seeds == study.looks[-1] or settled(analyse(out)):
+            if seeds == study.looks[-1] or more_seeds_useless(analyse(out)):
                 break
             progress.news.append(f"not decided with {seeds} seeds; going on")
             show(progress)
@@ -190,11 +191,11 @@ def conduct(
 
 
 class ProgressView:
-    """Shows a study's progress: a line per run and, in a terminal or a notebook, what is running now. A
+    """Shows a study's progress: a line per finished run and, in a terminal or a notebook, the running ones. A
     Scheduler calls `show`."""
 
     def __init__(self, shown: bool = True) -> None:
-        self.began, self.first_done, self.shown = time.monotonic(), -1, shown
+        self.began, self.done_before, self.shown = time.monotonic(), -1, shown
         self._line = notebook_line() if shown else None
         self._live: Live | None = None
 
@@ -211,8 +212,8 @@ class ProgressView:
             self._line.close()
 
     def show(self, progress: StudyProgress) -> None:
-        if self.first_done < 0:
-            self.first_done = progress.done
+        if self.done_before < 0:
+            self.done_before = progress.done
             if progress.done:
                 progress.news.insert(0, f"{progress.done} runs are done already")
         for line in progress.news if self.shown else ():
@@ -229,14 +230,14 @@ class ProgressView:
     def _summary(self, progress: StudyProgress) -> str:
         # A run may have written its results before its end is reported: it is done, not running.
         running = [run for run in progress.running if run.cell not in run.setting.scores]
-        later = [  # measured runs that follow once learning rates are chosen
+        planned = [  # measured runs that follow once learning rates are chosen
             len(setting.study.arms) * len(setting.study.seeds)
             for setting, matrix in zip(progress.settings, progress.matrices, strict=True)
             if not (matrix.chosen or matrix.failed)
         ]
-        expected = progress.done + len(running) + len(progress.waiting) + sum(later)
+        expected = progress.done + len(running) + len(progress.waiting) + sum(planned)
         text = f"{progress.done} of {expected} runs"
-        made = progress.done - self.first_done
+        made = progress.done - self.done_before
         if made > 0:
             half = len(running) / 2  # on average a running run is half done
             left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)

@@ -1,4 +1,4 @@
-"""The rules by which a study decides: near-ties of learning rates, looks, families, collapsed runs.
+"""The rules by which a study decides: near-tied learning rates, several looks, collapsed runs, verdicts.
 
 Pure functions of numbers. `benchmarks/verdicts.py` simulates the whole procedure with them.
 """
@@ -28,8 +28,8 @@ def fewest_seeds(comparisons: int) -> int:
 def near_ties(scores: Mapping[float, Sequence[float]], noise: float, df: int) -> list[float]:
     """The learning rates that could be the best: the best one first, then the others within the noise.
 
-    `scores` are those of the choice runs (larger is better) at each learning rate where none failed, `noise`
-    is their standard deviation at one learning rate and `df` its degrees of freedom (`choice_noise`).
+    `scores` are those of the trials (larger is better) at each learning rate where none failed, `noise` is
+    their standard deviation at one learning rate and `df` its degrees of freedom (`choice_noise`).
     """
     means = {lr: fmean(values) for lr, values in scores.items()}
     ranked = sorted(means, key=lambda lr: (-means[lr], lr))
@@ -41,11 +41,11 @@ def near_ties(scores: Mapping[float, Sequence[float]], noise: float, df: int) ->
 
 
 def choice_noise(arms: Sequence[Mapping[float, Sequence[float]]]) -> tuple[float, int]:
-    """The standard deviation of a choice run at its learning rate, pooled over the arms of a setting, and its
-    degrees of freedom.
+    """The standard deviation of a trial's score at a fixed learning rate, pooled over the arms of a setting,
+    and its degrees of freedom.
 
     Of each arm the best learning rate and its neighbours count: far from the best, runs vary more. Effects of
-    the learning rate and of the seed are removed, as all rates were tried with the same seeds.
+    the learning rate and of the seed are removed, as all learning rates were tried with the same seeds.
     """
     squares, df = 0.0, 0
     for scores in arms:
@@ -66,7 +66,8 @@ def choice_noise(arms: Sequence[Mapping[float, Sequence[float]]]) -> tuple[float
 
 @dataclass(frozen=True)
 class Combined:
-    """One comparison over all combinations of its arms' near-ties: the conclusion that holds for each."""
+    """A comparison over all combinations of its arms' near-tied learning rates: it claims only what holds for
+    every combination."""
 
     mean: float  # of the combination of the two best learning rates
     low: float | None  # the envelope of the intervals
@@ -77,13 +78,14 @@ class Combined:
 
 
 def combine(tables: Sequence[Overall], margin: float, looks: int = 1) -> Combined:
-    """The first of `tables` is the one of the best learning rates. With several looks p is multiplied."""
+    """Combine the intervals of all combinations of near-tied learning rates, that of the best ones first. p
+    is multiplied by the number of looks (Bonferroni)."""
     ends = [(one.low, one.high) for one in tables]
     p = [one.p for one in tables]
     tost = [one.margin_p(margin) for one in tables]
     signs = {math.copysign(1, one.mean) for one in tables}
-    whole = all(value is not None for value in (*p, *tost)) and all(low is not None for low, _ in ends)
-    if not whole:
+    complete = all(value is not None for value in (*p, *tost)) and all(low is not None for low, _ in ends)
+    if not complete:
         return Combined(tables[0].mean, None, None, None, None, tuple(tables))
     largest = 1.0 if len(signs) > 1 else max(value for value in p if value is not None)
     return Combined(
@@ -107,19 +109,19 @@ def verdict(mean: float, p: float | None, margin_p: float | None) -> str:
 
 
 def collapse_rate(collapses: int, runs: int) -> tuple[float, float]:
-    """The exact (Clopper-Pearson) 95 % interval of the rate of collapses."""
-    rate = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
-    return float(rate.low), float(rate.high)
+    """The exact (Clopper-Pearson) 95 % interval of the share of runs that collapse."""
+    interval = stats.binomtest(collapses, runs).proportion_ci(1 - LEVEL, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def collapsed(points: Sequence[float]) -> list[int]:
-    """The places of runs that fell far below their arm's median (larger is better, in points)."""
+    """The indices of runs that fell far below their arm's median (larger is better, in points)."""
     if len(points) < 3:
         return []
     middle = median(points)
     spread = median(abs(value - middle) for value in points)
     return [
-        place
-        for place, value in enumerate(points)
+        index
+        for index, value in enumerate(points)
         if middle - value > max(COLLAPSE_POINTS, COLLAPSE_MAD * spread)
     ]

@@ -23,7 +23,7 @@ FIRST_SEED, FIRST_CHOICE_SEED = 1, 1001
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """The `[study.slurm]` table: what each worker asks of Slurm. An empty value leaves it to the cluster."""
+    """The `[study.slurm]` table: the resources each worker requests. Empty: the cluster's default."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID
 
@@ -57,7 +57,7 @@ class StudyConfig:
     tasks: list[str] = field(default_factory=list)  # empty: the task of the [task] table
     methods: list[str | dict[str, Any]] = field(default_factory=lambda: ["baseline", "oelm"])
     reference: str | None = None  # the reference arm, which the others are compared with; None: the first
-    metric: str | None = None  # chooses rates on validation and is compared on test; None: the task's own
+    metric: str | None = None  # chooses the learning rate and is compared on test; None: the task's own
     lrs: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3])
     seeds: int = 5  # measured runs of each method, at its chosen learning rate
     choose_seeds: int = 3  # trials of each method at each learning rate
@@ -173,7 +173,8 @@ class Study:
         return arms
 
     def _own_lr(self, settings: dict[str, dict[str, Any]]) -> float | None:
-        """Take an arm's own learning rate out of its settings: a run has its rate from the matrix."""
+        """Remove an arm's own learning rate from its settings and return it; the matrix sets that of a
+        run."""
         lr = settings.get("training", {}).pop("lr", None)
         if lr is None:
             return None
@@ -207,7 +208,8 @@ class Study:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What must be fixed before the first test result: the [study] table without INCIDENTAL keys."""
+        """The part of the [study] table that must not change once a run is tested: without INCIDENTAL
+        keys."""
         left_out = (*INCIDENTAL, "seeds") if self.table.until_decided else INCIDENTAL
         table = {key: value for key, value in asdict(self.table).items() if key not in left_out}
         return {key: value for key, value in table.items() if value is not None}
@@ -221,7 +223,7 @@ class Study:
 
     @property
     def next_look(self) -> int:
-        """The number of seeds at which these are looked at: never between two looks of the plan."""
+        """The first look of the plan at or after the current number of seeds."""
         return min((seeds for seeds in self.looks if seeds >= self.table.seeds), default=self.table.seeds)
 
     @property
@@ -276,7 +278,8 @@ class Study:
         return {"title": self.title, "study": table, **deepcopy(self.base), **deepcopy(per_task)}
 
     def as_written(self) -> dict[str, Any]:
-        """As in a file: where an arm has a name of its own, as `arms`."""
+        """The values as a user writes them in a file: with `arms` in place of `methods` where arms are
+        named."""
         values = self.to_dict()
         entries = values["study"]["methods"]
         if any(isinstance(entry, Mapping) and "arm" in entry for entry in entries):

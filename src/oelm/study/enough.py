@@ -1,4 +1,4 @@
-"""How much is enough: what a study's seeds and test items can show, told before its runs are measured."""
+"""How small a difference a study's seeds and test items can show, estimated before its runs are measured."""
 
 import math
 from pathlib import Path
@@ -14,9 +14,9 @@ DISAGREE = 0.1  # the share of test items on which two runs are taken to disagre
 MEANS = ("accuracy", "exact_match", "f1")  # of items between 0 and 1
 
 
-def how_much_is_enough(setting: Setting, out: Path) -> str:
-    """One sentence on a task: by its test items alone, and once the trials are there by their noise. A study
-    that looks several times is described at its last look."""
+def expected_precision(setting: Setting, out: Path) -> str:
+    """One sentence on the half-width of a task's intervals: by its number of test items and, once the trials
+    are done, by their noise. Of several looks the last one is described."""
     table, share, looks = setting.study.table, setting.larger_is_better, setting.study.looks
     seeds, level = looks[-1], 1 - LEVEL / len(looks)
     unit = "points" if share else "%"
@@ -27,12 +27,12 @@ def how_much_is_enough(setting: Setting, out: Path) -> str:
             f"{setting.task}: all test items belong together, so there is no verdict with any number of seeds"
         )
     by_chance, worst = half_width_of_answers(DISAGREE, seeds, items, level)
-    known, hopeless = setting.metric in MEANS, worst > bound
-    never = f"; then no number of seeds is enough for the margin of {table.margin:g}" if hopeless else ""
+    is_mean, never_enough = setting.metric in MEANS, worst > bound
+    never = f"; then no number of seeds is enough for the margin of {table.margin:g}" if never_enough else ""
     noise, df = choice_noise(_trials(setting, out))
     if not df:
         start = f"{setting.task}: {items:,} test items"
-        if not known:
+        if not is_mean:
             return f"{start}; what they can show by {setting.metric} is known once runs have been tested"
         return (
             f"{start}; where two runs disagree on {DISAGREE:.0%} of them, {seeds} seeds show a "
@@ -41,12 +41,12 @@ def how_much_is_enough(setting: Setting, out: Path) -> str:
         )
     width, needed = seeds_for_noise(noise, seeds, bound, level)
     count = f"{needed} seeds" if needed else "more than 999 seeds"
-    told = width if share else 100 * math.expm1(width / 100)
+    shown_width = width if share else 100 * math.expm1(width / 100)
     text = (
         f"{setting.task}: by the noise of the trials {seeds} seeds show a difference of about "
-        f"±{told:.2g} {unit}, and the margin of {table.margin:g} takes {count}"
+        f"±{shown_width:.2g} {unit}, and the margin of {table.margin:g} takes {count}"
     )
-    if not known:
+    if not is_mean:
         return f"{text}; {items:,} test items add to it"
     both = math.hypot(width, worst)
     return (
@@ -60,7 +60,7 @@ def _trials(setting: Setting, out: Path) -> list[dict[float, list[float]]]:
     differences."""
     arms: dict[str, dict[float, list[float]]] = {}
     for record in StudyFolder(out).records()[0] if out.exists() else ():
-        record = record.by_metric(setting.metric)
+        record = record.with_metric(setting.metric)
         if record.choosing and record.identity.setting == setting.key and record.validation is not None:
             value = record.validation if setting.larger_is_better else -math.log(record.validation)
             arms.setdefault(record.method, {}).setdefault(record.lr, []).append(100 * value)

@@ -1,7 +1,8 @@
-"""How long a study will take: some real steps and a piece of evaluation, measured as its runs will be made.
+"""Estimate how long a study takes, by timing some real training steps and a part of an evaluation.
 
 `python -m oelm.study.estimate` is the process that measures. As many are started as the study trains runs
-side by side, each in the environment of a worker. They measure together: runs slow one another down.
+side by side, each in the environment of a worker. They measure at the same time, as runs slow one another
+down.
 """
 
 import hashlib
@@ -25,43 +26,43 @@ from oelm.models.build import build_model
 from oelm.study.folder import Setting
 from oelm.system.files import cache_dir, read_object, write_json
 from oelm.system.plugins import load_plugins
-from oelm.system.terminal import answers_alone
+from oelm.system.terminal import reserve_stdout
 from oelm.training.evaluate import evaluate
-from oelm.training.parallel import process_state, same_bits
+from oelm.training.parallel import deterministic_mode, process_state
 from oelm.training.resolve import ResolvedRun, objective_of, resolve_run
 from oelm.training.step import make_step
 
-WARM, TIMED = 2.0, 3.0  # seconds of steps: the first ones, in which memory fills up and graphs are recorded
-KEPT = 86_400.0  # seconds that a measurement stands for its machine
-PATIENCE = 600.0  # seconds until all processes have measured
+WARM, TIMED = 2.0, 3.0  # seconds of warm-up steps, which allocate memory and record graphs; of timed steps
+CACHED = 86_400.0  # seconds for which a measurement is used again
+TIMEOUT = 600.0  # seconds for all processes to measure
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds, of one run among others side by side."""
+    """Seconds for each part of a run, with other runs beside it."""
 
-    start: float  # of a process, until it can build a model
-    setup: float  # of a run: its data, its model
-    warming: float  # what the first steps take longer
+    start: float  # starting a process: imports
+    setup: float  # loading a run's data, building its model
+    warming: float  # extra time of the first steps
     step: float
     evaluation: float  # of the split that choices are made on
     test: float
 
     def run(self, steps: int, evaluations: int, tested: bool) -> float:
-        """Seconds of a run in a process that has started. At its end the best weights are put back, compared
-        and written, which takes about as long as making them."""
+        """Seconds of a run in a process that has started. Restoring, checking and writing the best weights at
+        the end takes about as long as the setup, which therefore counts twice."""
         beside = 2 * self.setup + self.warming
         return beside + steps * self.step + evaluations * self.evaluation + tested * self.test
 
 
 def evaluations(run: ResolvedRun) -> int:
-    """How often a run is evaluated: every so many steps or epoch, and at its end."""
+    """How often a run is evaluated: every `eval_every` steps or every epoch, and at its end."""
     return -(-run.total_steps // (run.eval_every or len(run.plan.epoch(0))))
 
 
-def span(phases: list[list[tuple[int, float]]], places: int) -> float:
-    """Seconds until all runs are made, each started as soon as there is a place. For every task a list of
-    phases, (runs, seconds of one), of which each waits for the one before."""
+def makespan(phases: list[list[tuple[int, float]]], places: int) -> float:
+    """Seconds until all runs are done, each started as soon as one of the `places` is free. `phases`: for
+    every task a list of (runs, seconds of one run); a phase starts when the one before has ended."""
     free = [0.0] * places
     waiting = [(0.0, task, 0) for task, of_task in enumerate(phases) if of_task]
     end = 0.0
@@ -80,26 +81,26 @@ def span(phases: list[list[tuple[int, float]]], places: int) -> float:
 
 
 def measure_pace(setting: Setting, environments: list[dict[str, str]]) -> Pace | None:
-    """What a run of this setting takes here, with one process in each of these environments; None where a
-    process fails or takes too long."""
+    """Time a run of this setting here, with one process in each of these environments; None if a process
+    fails or takes too long. A measurement is cached for a day."""
     config = setting.run_config(setting.any_cell)
     job = json.dumps({"config": config.to_dict(), "store": str(setting.store.folder)})
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY")
-    seen = [
+    relevant = [
         [name in env and (name.endswith("DIRECTORY") or env[name]) for name in names] for env in environments
     ]
-    key = hashlib.sha256(json.dumps([setting.key, sys.version, job, seen]).encode()).hexdigest()
-    kept = cache_dir() / "timings" / f"{key[:32]}.json"
-    with suppress(Exception):  # whatever is wrong with it, it can be measured again
-        if time.time() - kept.stat().st_mtime < KEPT:
-            return Pace(**read_object(kept))
+    key = hashlib.sha256(json.dumps([setting.key, sys.version, job, relevant]).encode()).hexdigest()
+    cached = cache_dir() / "timings" / f"{key[:32]}.json"
+    with suppress(Exception):  # a cache file that cannot be read is measured again
+        if time.time() - cached.stat().st_mtime < CACHED:
+            return Pace(**read_object(cached))
     try:
         pace = _measure_together(job, environments)
     except (OSError, ValueError):
         return None
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, asdict(pace))
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_json(cached, asdict(pace))
     return pace
 
 
@@ -113,18 +114,18 @@ def _measure_together(job: str, environments: list[dict[str, str]]) -> Pace:
         )
         for env in environments
     ]  # fmt: skip
-    too_late = threading.Timer(PATIENCE, _kill, [processes])
-    too_late.start()
+    timeout = threading.Timer(TIMEOUT, _kill, [processes])
+    timeout.start()
     try:
-        _tell(processes, job)
+        _send_line(processes, job)
         for process in processes:
             assert process.stdout is not None
-            process.stdout.readline()  # its model is built
+            process.stdout.readline()  # "ready": its model is built
         start = time.monotonic() - began
-        _tell(processes, "go")
+        _send_line(processes, "go")
         paces = [json.loads(process.communicate()[0]) for process in processes]
     finally:
-        too_late.cancel()
+        timeout.cancel()
         _kill(processes)
         for process in processes:
             with process:  # close its pipes
@@ -138,43 +139,44 @@ def _kill(processes: "list[subprocess.Popen[str]]") -> None:
         process.kill()
 
 
-def _tell(processes: "list[subprocess.Popen[str]]", line: str) -> None:
+def _send_line(processes: "list[subprocess.Popen[str]]", line: str) -> None:
     for process in processes:
         assert process.stdin is not None
         process.stdin.write(line + "\n")
         process.stdin.flush()
 
 
-class _Enough(Exception):
-    """A part of an evaluation tells what all of it takes."""
+class _TimedEnough(Exception):
+    """Raised to end an evaluation early: the part that was timed gives the time of all of it."""
 
 
 def _evaluation(step: Any, objective: Any, split: str, wait: Callable[[], float]) -> float:
-    """Seconds of an evaluation; of a long one the first batches are made, and all batches are as large."""
+    """Seconds of an evaluation. A long one is extrapolated from its first batches, as all have the same
+    size."""
     began, seconds = wait(), 0.0
 
-    def watch(done: int, of: int) -> None:
+    def extrapolate(done: int, total: int) -> None:
         nonlocal seconds
         if done > 0 and (taken := wait() - began) > TIMED:
-            seconds = taken * of / done
-            raise _Enough
+            seconds = taken * total / done
+            raise _TimedEnough
 
     step.sync()
-    with suppress(_Enough):
-        evaluate(step.model, objective, split, step.autocast, step.layout, watch)
+    with suppress(_TimedEnough):
+        evaluate(step.model, objective, split, step.autocast, step.layout, extrapolate)
     return seconds or wait() - began
 
 
 def main() -> None:
-    """Measure one job: build and open everything, say so, wait for the others, measure."""
-    job, answers = json.loads(sys.stdin.readline()), answers_alone()
+    """Measure one job from standard input: build the model, answer "ready", wait for "go", time the steps."""
+    job, answers = json.loads(sys.stdin.readline()), reserve_stdout()
     state = process_state()
     started = time.monotonic()
     config, store = rebuild_config(job["config"]), open_store(job["store"])
     load_plugins(config.plugins)
     objective = objective_of(config, store)
     run = resolve_run(config, objective, state.device)
-    with same_bits(config.training.deterministic, state.device):
+    with deterministic_mode(config.training.deterministic, state.device):
         step = make_step(run, objective, build_model(run.config, store)[0], state)
         setup = time.monotonic() - started
         print("ready", file=answers, flush=True)
@@ -186,7 +188,8 @@ def main() -> None:
             return time.monotonic()
 
         def steps(first: int, seconds: float) -> tuple[int, float]:
-            """Take steps for so long: the next one's number, and the seconds of a token."""
+            """Take training steps for so many seconds; returns the next step's number and seconds per
+            token."""
             began, tokens, number = wait(), 0, first
             for _, k, batches in run.plan.schedule(first):
                 if number - first >= 2 and time.monotonic() - began > seconds:

@@ -37,7 +37,7 @@ LARGEST = 1 << 30  # bytes: the largest file that an import copies
 
 @dataclass
 class Setting:
-    """One task of a study with its data: everything its runs share."""
+    """One task of a study with its prepared dataset: everything its runs share."""
 
     study: Study
     config: RunConfig
@@ -45,8 +45,8 @@ class Setting:
     precision: str
     scores: Scores = field(default_factory=dict)  # on validation
     tests: dict[Cell, float] = field(default_factory=dict)
-    # `Cell.pairing` of runs that take the plain path in every arm: in one of them the fast path failed, and
-    # pairs must have the same arithmetic.
+    # `Cell.pairing` of runs that take the plain path in every arm, because the fast path failed in one arm
+    # and pairs must have the same arithmetic.
     plain: set[tuple[int, float | None]] = field(default_factory=set)
     _values: dict[Any, tuple[str, dict[str, Any]]] = field(default_factory=dict, init=False, repr=False)
 
@@ -66,14 +66,15 @@ class Setting:
         return replace(config, method=MethodConfig(**arm.method), training=training, arm=labels)
 
     def take_plain_path(self, cell: Cell) -> None:
-        """Make the cell and its pairs by the plain path; those by the fast path no longer count."""
+        """Make the cell and its pairs by the plain path; results of the fast path are dropped."""
         self.plain.add(cell.pairing)
-        for known in (self.scores, self.tests):
-            for other in [c for c in known if c.pairing == cell.pairing]:
-                del known[other]
+        for results in (self.scores, self.tests):
+            for other in [c for c in results if c.pairing == cell.pairing]:
+                del results[other]
 
     def identity(self, cell: Cell) -> Identity:
-        """The identity of a cell's run. A study may have thousands that differ in learning rate and seed."""
+        """The identity of a cell's run; what runs of one arm share is computed once, as there may be
+        thousands of them."""
         kind = (cell.method, cell.choosing, cell.pairing in self.plain)
         if kind not in self._values:
             config = self.run_config(cell)
@@ -82,16 +83,19 @@ class Setting:
         setting, values = self._values[kind]
         return Identity(setting, digest(values | {"lr": cell.lr, "seed": cell.seed})[:16])
 
-    def own(self, record: Record) -> Record | None:
-        """A record, perhaps of another machine, as it is in this setting; None if it is of another one.
-        Precision "auto" accepts any, and a published record names its model's folder without the path."""
+    def matching_record(self, record: Record) -> Record | None:
+        """A record, perhaps of another machine, as one of this setting; None if it belongs to another.
+
+        Precision "auto" accepts any. A published record names its model's folder without the path, which is
+        filled in here.
+        """
         precision, name = record.results.get("precision", self.precision), str(self.config.model.name)
         if self.config.training.precision not in ("auto", precision):
             return None
         if record.config.model.name == cut_path(name) != name:
-            record = record.of_model(name)
-        seen = record.seen_by(self.study.differs_in)
-        return seen if replace(self, precision=precision).key == seen.identity.setting else None
+            record = record.with_model_name(name)
+        adapted = record.with_differing_keys(self.study.differs_in)
+        return adapted if replace(self, precision=precision).key == adapted.identity.setting else None
 
     @property
     def key(self) -> str:
@@ -119,7 +123,7 @@ class Setting:
 
 
 def run_folder(task: str, cell: Cell, key: str) -> Path:
-    """Where a run lies in its study's folder: a readable name that no other run has."""
+    """The folder of a run inside its study's folder: readable, and unique by the digest at its end."""
     part = "choice" if cell.choosing else "measured"
     names = (files.folder_name(name, 80, also="-_.=") for name in (task, cell.method))
     return Path("runs", *names, f"{part}-lr{cell.lr:g}-s{cell.seed}-{key[:8]}")
@@ -133,10 +137,10 @@ class StudyFolder:
 
     @contextlib.contextmanager
     def lock(self, study: Study) -> Iterator[None]:
-        """Hold the folder, a new one or one of the same study; refused if its shared config differs. Methods,
+        """Lock the folder, which is new or of the same study; refused if its shared config differs. Methods,
         tasks, learning rates and seeds may have been added or removed: finished runs are reused."""
         self.check(study)
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = files.lock_file(self.path / "study.lock")
@@ -150,7 +154,7 @@ class StudyFolder:
             if not (self.path / "study.toml").exists():  # the study could not start: leave nothing behind
                 (self.path / "study.lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
-                    for path in made:
+                    for path in created:
                         path.rmdir()
             lock.close()
 
@@ -167,7 +171,7 @@ class StudyFolder:
         self.write(plan=study.plan, plan_digest=digest(study.plan))
 
     def plan(self) -> dict[str, Any] | None:
-        """What was planned before the first test result; None where no plan was recorded."""
+        """The plan recorded before the first test result; None if there is none."""
         values = self._read()
         if "plan" in values and values.get("plan_digest") != digest(values["plan"]):
             raise UserError(f"the plan in {self.path / 'study.json'} was edited; a plan cannot be changed")
@@ -179,12 +183,12 @@ class StudyFolder:
         for key in ("methods", "tasks") if plan else ():
             plan[key] = [*plan[key], *(entry for entry in study.plan[key] if entry not in plan[key])]
         values = study.to_dict()
-        for key in ("metric", "reference") if plan else ():  # a plan has no key that was left open
+        for key in ("metric", "reference") if plan else ():  # a plan lacks keys that were not set
             values["study"].pop(key, None)
         return make_study(merge(values, {"study": plan}), f"the plan of {self.path}")
 
     def check(self, study: Study) -> None:
-        """Refuse a folder that holds something else, or a study of other settings."""
+        """Refuse a folder that is not a study, or whose study has other settings."""
         files.check_name(self.path)
         if not (self.path / "study.toml").exists():
             entries = self.path.iterdir() if self.path.is_dir() else ()
@@ -195,23 +199,23 @@ class StudyFolder:
         for task in study.tasks:
             if task in before.tasks:
                 # A data file may have moved: `_check_data` compares what it holds once it is prepared.
-                there, here = (s.task_config(task).identity(files=False) for s in (before, study))
-                if there != here:
+                old, new = (s.task_config(task).identity(files=False) for s in (before, study))
+                if old != new:
                     raise UserError(
-                        f"{self.path} holds a study with other settings ({difference(there, here)}); "
+                        f"{self.path} holds a study with other settings ({difference(old, new)}); "
                         "name another folder"
                     )
 
     def _check_data(self, study: Study, settings: list[Setting]) -> None:
-        """Refuse a data file that holds other data than the one the runs here were trained on."""
+        """Refuse a data file whose content differs from what the runs in this folder were trained on."""
         before = self.read()
         if study.tasks != before.tasks or study.table.tasks:
             return
-        there, here = (s.task_config(None).identity() for s in (before, study))
+        old, new = (s.task_config(None).identity() for s in (before, study))
         made = self._read().get("made", [])
-        if there != here and made and settings[0].key not in made:
+        if old != new and made and settings[0].key not in made:
             raise UserError(
-                f"{self.path} holds a study of other data ({difference(there, here)}); name another folder"
+                f"{self.path} holds a study of other data ({difference(old, new)}); name another folder"
             )
 
     def read(self) -> Study:
@@ -236,23 +240,27 @@ class StudyFolder:
         values = self._read()
         keys = {*values.get("made", []), *values.get("imported", [])}
         differs_in = self.read().differs_in if (self.path / "study.toml").is_file() else ()
-        records = [record.seen_by(differs_in) for record in find_records(self.path / "runs", damaged)]
+        records = [
+            record.with_differing_keys(differs_in) for record in find_records(self.path / "runs", damaged)
+        ]
         belonging = [record for record in records if record.identity.setting in keys]
         return belonging, len(records) - len(belonging)
 
     def import_records(self, source: Path, settings: list[Setting]) -> tuple[int, dict[str, int]]:
-        """Copy records of another machine; returns how many, and reason -> how many were refused."""
+        """Copy records of another machine into this study; returns the number of records that were copied,
+        and reason -> number of records that were not."""
         check_folder(source)
         imported, refused, keys = 0, Counter[str](), set()
         damaged: list[Notice] = []
         for record in find_records(source, damaged, follow=False):
-            found = next(((own, s.task) for s in settings if (own := s.own(record)) is not None), None)
+            candidates = ((s.matching_record(record), s.task) for s in settings)
+            match = next(((own, task) for own, task in candidates if own is not None), None)
             if not record.evaluated:
                 refused[f"{record.results['status']}"] += 1
-            elif found is None:
+            elif match is None:
                 refused["of another configuration, data or numerics version"] += 1
             else:
-                own, task = found
+                own, task = match
                 keys.add(own.identity.setting)
                 try:
                     renamed = own.config != record.config
@@ -270,15 +278,15 @@ class StudyFolder:
         return imported, {reason: count for reason, count in refused.items() if count}
 
     def _copy(self, record: Record, name: Path, renamed: bool) -> bool:
-        """Copy a whole record into the study's folder, or nothing; False if the run is there already.
-        `renamed`: its model has another name here."""
+        """Copy a whole record into the study's folder, or nothing; False if the run already has a result.
+        `renamed`: its model has another name here, so that its config and results are written anew."""
         to = self.path / name
         try:
-            there = read_record(to)
+            existing = read_record(to)
         except UserError:
             set_aside(self.path, to)
-            there = None
-        if there is not None and there.evaluated:
+            existing = None
+        if existing is not None and existing.evaluated:
             return False
         to.parent.mkdir(parents=True, exist_ok=True)
         with files.folder_beside(to) as beside:
@@ -290,14 +298,15 @@ class StudyFolder:
                 files.write_text(beside / "config.toml", to_toml(record.config.to_dict()))
                 files.write_json(beside / "results.json", record.results)
             if is_published(record.folder) and (arrays := record.predictions()) is not None:
-                write_predictions(beside, arrays)  # a published record shares a part of them with others
+                write_predictions(beside, arrays)  # published records share labels and ids in one file
             files.delete(to)
             beside.rename(to)
         return True
 
 
 def set_aside(root: Path, folder: Path) -> Path:
-    """Move a damaged run out of the way of a new one; returns where to."""
+    """Move a damaged run to the study's folder `damaged`, so that it can be made again; returns the new
+    path."""
     moved = root / "damaged" / f"{folder.name}-{secrets.token_hex(4)}"
     moved.parent.mkdir(exist_ok=True)
     folder.rename(moved)
@@ -305,8 +314,8 @@ def set_aside(root: Path, folder: Path) -> Path:
 
 
 def records_below(folder: Path) -> tuple[list[Record], int, list[Notice]]:
-    """The records of a study, or of all runs below a folder; how many records of the study's folder do not
-    belong to it; the problems of those that cannot be read."""
+    """The records of a study, or of all runs below a folder; the number of records in the study's folder that
+    do not belong to it; the problems of records that cannot be read."""
     damaged: list[Notice] = []
     if (folder / "study.toml").is_file():
         return *StudyFolder(folder).records(damaged), damaged

@@ -12,19 +12,19 @@ from statistics import fmean
 from typing import Any
 
 from oelm.errors import UserError
-from oelm.study.catalogue import Experiment, beside, differences, get_experiment
+from oelm.study.catalogue import Experiment, differences, get_experiment, shared_figures
 from oelm.study.record_checks import is_number
 from oelm.study.records import Record, mean_of
 from oelm.study.result_types import Group
 
-STEPS = (1_000, 10_000, 50_000)  # at which arms are compared, beside the last one
+STEPS = (1_000, 10_000, 50_000)  # steps at which arms are compared, besides the last one
 RISE = 0.02  # of the validation loss above its lowest: less is called slight
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Course:
+class ArmHistory:
     """Runs of one arm at one learning rate, one for each seed. Every number is a mean over them."""
 
     method: str
@@ -47,8 +47,8 @@ class Course:
         steps = [row["step"] for row in self.history]
         if not steps:
             return []
-        asked = [step for step in STEPS if steps[0] <= step < steps[-1]]
-        return [{"at": at, **self.history[bisect_right(steps, at) - 1]} for at in [*asked, steps[-1]]]
+        reached = [step for step in STEPS if steps[0] <= step < steps[-1]]
+        return [{"at": at, **self.history[bisect_right(steps, at) - 1]} for at in [*reached, steps[-1]]]
 
     @property
     def last_phase(self) -> list[Row]:
@@ -57,7 +57,7 @@ class Course:
 
     @property
     def fit(self) -> Row:
-        """Training beside validation, and whether the loss on validation rose after its lowest point."""
+        """Training and validation loss, and whether the validation loss rose after its lowest point."""
         rows = [row for row in self.history if "loss" in row]
         training = fmean(losses) if (losses := [point["loss"] for point in self.last_phase]) else None
         if not rows:
@@ -101,7 +101,7 @@ class Course:
 
     @cached_property
     def experiment(self) -> Experiment | None:
-        """The published experiment that the runs repeat, or started from."""
+        """The published experiment whose config the runs were made from, perhaps with changes."""
         ids = {record.results.get("experiment") for record in self.records}
         with contextlib.suppress(UserError):
             return get_experiment(str(ids.pop())) if len(ids) == 1 and None not in ids else None
@@ -109,33 +109,34 @@ class Course:
 
     @cached_property
     def published(self) -> Row:
-        """The same numbers as published: `beside` (name -> published and here), `history` (step -> metrics,
-        on the same split), `time`, `parameters`, `efficiency`, `last_training_loss`; only what was published.
-        And `differs_in`."""
+        """The published figures: `beside` (name -> published and here), `history` (step -> metrics, on the
+        same split), `time`, `parameters`, `efficiency`, `last_training_loss`, each only where it was
+        published; and `differs_in`, the keys in which the runs differ from the recipe."""
         if self.experiment is None:
             return {}
-        given = self.experiment.published
+        published = self.experiment.published
         history: dict[int, Row] = defaultdict(dict)
         for name in ("loss", self.records[0].metric):
-            points = given.get("history" if name == "loss" else f"{name}_history", ())
-            for step, value in points if given.get("split") == self.split else ():
+            points = published.get("history" if name == "loss" else f"{name}_history", ())
+            for step, value in points if published.get("split") == self.split else ():
                 history[step][name] = value
-        times = {"total_s": given.get("time_s"), "validation_s": given.get("validation_time_s")}
-        times["step_mean_s"] = given.get("mean_seconds_per_step", given.get("seconds_per_step"))
-        times["step_median_s"] = given.get("median_seconds_per_step")
+        times = {"total_s": published.get("time_s"), "validation_s": published.get("validation_time_s")}
+        times["step_mean_s"] = published.get("mean_seconds_per_step", published.get("seconds_per_step"))
+        times["step_median_s"] = published.get("median_seconds_per_step")
         names = {"perplexity": "perplexity", "per_parameter": "perplexity_per_parameter"}
         names["per_hour"] = "perplexity_per_hour"
-        counts, pairs = given.get("parameters", {}), defaultdict(list)
-        for name, theirs, here in (row for r in self.records for row in beside(self.experiment, r.results)):
-            pairs[name, theirs].append(here)
+        counts, pairs = published.get("parameters", {}), defaultdict(list)
+        rows = (row for r in self.records for row in shared_figures(self.experiment, r.results))
+        for name, value, here in rows:
+            pairs[name, value].append(here)
         figures: Row = {
             "experiment": self.experiment.id,
             "beside": {n: {"published": p, "here": fmean(values)} for (n, p), values in pairs.items()},
             "history": dict(history),
             "time": {name: seconds for name, seconds in times.items() if seconds is not None},
             "parameters": counts | ({"frozen_share": counts["frozen"] / counts["total"]} if counts else {}),
-            "efficiency": {name: given[key] for name, key in names.items() if key in given},
-            "last_training_loss": given.get("last_training_loss"),
+            "efficiency": {name: published[key] for name, key in names.items() if key in published},
+            "last_training_loss": published.get("last_training_loss"),
         }
         record = self.records[0]
         differing = differences(self.experiment, record.config, record.results)
@@ -147,18 +148,18 @@ class Course:
         return values | {"seeds": [record.seed for record in self.records]}
 
 
-def courses(group: Group) -> list[Course]:
+def arm_histories(group: Group) -> list[ArmHistory]:
     """The measured runs of every arm (its trials, if nothing is measured yet), by learning rate."""
     several = []
     for arm in group.arms.values():
         runs = arm.records or tuple(record for record in arm.trials if record.completed)
         for lr in sorted({record.lr for record in runs}):
-            several.append(Course(arm.method, lr, tuple(record for record in runs if record.lr == lr)))
+            several.append(ArmHistory(arm.method, lr, tuple(record for record in runs if record.lr == lr)))
     return several
 
 
 def with_improvement(rows: Sequence[Row]) -> list[Row]:
-    """The rows with `improvement`: by which share the loss fell since the row before."""
+    """The rows with `improvement`: the share by which the loss fell since the previous row."""
     improved = [dict(row) for row in rows]
     for before, row in pairwise(improved):
         if before.get("loss") and "loss" in row:
@@ -167,7 +168,7 @@ def with_improvement(rows: Sequence[Row]) -> list[Row]:
 
 
 def _means(points: Iterable[Row], runs: int) -> list[Row]:
-    """Step by step the mean of every number, for steps of which each run has a point."""
+    """The mean of every number at each step for which all runs have a point."""
     by_step: dict[int, list[Row]] = defaultdict(list)
     for point in points:
         by_step[point["step"]].append(point)

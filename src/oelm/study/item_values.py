@@ -1,8 +1,8 @@
-"""A run's test metric as a mean over independent test items: how it varies with them can be estimated.
+"""A run's test metric as a mean of values of independent test items, for estimating its variance over items.
 
 Items that belong together (hypotheses of one premise, windows of one document) are one cluster: only
-clusters are independent. A metric that is no mean (macro F1, an F1 over entities, RMSE, a correlation) is a
-function of sums, and a cluster's value is its jackknife pseudo-value.
+clusters are independent. A metric that is not a mean (macro F1, an F1 over entities, RMSE, a correlation) is
+a function of sums over items, and a cluster's value is its jackknife pseudo-value.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ ROUNDING = 1e-3  # of scores that were saved in single precision
 
 
 class ItemValues(NamedTuple):
-    """One entry per cluster, in the order of the clusters: the mean of `values` weighted by `sizes` is the
-    metric, or the logarithm of one that is better smaller (of bits per byte but for a constant)."""
+    """One entry per cluster, in the order of the clusters. The mean of `values` weighted by `sizes` is the
+    metric or, where smaller is better, its logarithm (of bits per byte up to a constant)."""
 
     values: Array  # (C,)
     sizes: Array  # (C,)
@@ -27,7 +27,7 @@ class ItemValues(NamedTuple):
 
 
 def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
-    """The metric by cluster; None where a run did not record what that needs."""
+    """The metric by cluster; None if a run did not record the columns it needs."""
     order = np.argsort(arrays["ids"], kind="stable")
     arrays = {name: column[order] for name, column in arrays.items()}
     if metric in FUNCTIONS:
@@ -49,7 +49,7 @@ def item_values(metric: str, arrays: Mapping[str, Array]) -> ItemValues | None:
 
 
 def agrees(metric: str, values: ItemValues, test: float) -> bool:
-    """Whether the items give the test score of the run: if not, they are another run's, or were changed."""
+    """Whether the items give the test score of the run; if not, they are of another run or were changed."""
     if metric not in MEANS:
         return True
     score = test if larger_is_better(metric) else np.log(test)
@@ -62,19 +62,20 @@ def stand_in_values(
     """The metric by cluster of a trivial baseline with this score; `arrays` are those of a run on the same
     items whose score is `other`.
 
-    For classes, the values of always predicting the class that has this score. Otherwise every cluster has
-    the score, so that the baseline does not vary over items.
+    For classes, the values of always predicting the class that gives this score. Otherwise every cluster has
+    the same value, so that the baseline does not vary over items.
     """
     if metric in ("accuracy", "f1_macro", "f1_weighted") and "labels" in arrays:
         for label in np.unique(arrays["labels"]):
-            said = item_values(metric, {**arrays, "predictions": np.full_like(arrays["labels"], label)})
-            if said is not None and abs(np.average(said.values, weights=said.sizes) - score) < 1e-6:
-                return said
+            answers = {**arrays, "predictions": np.full_like(arrays["labels"], label)}
+            values = item_values(metric, answers)
+            if values is not None and abs(np.average(values.values, weights=values.sizes) - score) < 1e-6:
+                return values
     measured = item_values(metric, arrays)
     if measured is None:
         return None
-    beyond = score - other if larger_is_better(metric) else np.log(score / other)
-    mean = np.average(measured.values, weights=measured.sizes) + beyond
+    shift = score - other if larger_is_better(metric) else np.log(score / other)
+    mean = np.average(measured.values, weights=measured.sizes) + shift
     return measured._replace(values=np.full(len(measured.values), mean))
 
 
@@ -99,18 +100,20 @@ def _classes(arrays: Mapping[str, Array]) -> Array:
     or the prediction, whether it is the label."""
     labels, predictions = (arrays[name].astype(np.int64) for name in ("labels", "predictions"))
     classes = int(max(labels.max(), predictions.max())) + 1
-    meant, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]
-    return np.concatenate([2 * meant * predicted, meant + predicted, meant], axis=1)
+    actual, predicted = np.eye(classes)[labels], np.eye(classes)[predictions]
+    return np.concatenate([2 * actual * predicted, actual + predicted, actual], axis=1)
 
 
 def _macro_f1(sums: Array) -> Array:
-    right, seen, _ = np.split(sums, 3, axis=-1)
-    return (right / np.maximum(seen, 1)).mean(axis=-1)
+    twice_correct, labelled_or_predicted, _ = np.split(sums, 3, axis=-1)
+    return (twice_correct / np.maximum(labelled_or_predicted, 1)).mean(axis=-1)
 
 
 def _weighted_f1(sums: Array) -> Array:
-    right, seen, meant = np.split(sums, 3, axis=-1)
-    return (right / np.maximum(seen, 1) * meant).sum(axis=-1) / meant.sum(axis=-1)
+    twice_correct, labelled_or_predicted, labelled = np.split(sums, 3, axis=-1)
+    return (twice_correct / np.maximum(labelled_or_predicted, 1) * labelled).sum(axis=-1) / labelled.sum(
+        axis=-1
+    )
 
 
 def _entities(arrays: Mapping[str, Array]) -> Array:

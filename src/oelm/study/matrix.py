@@ -1,4 +1,4 @@
-"""Which runs a study needs next, computed from the scores known so far: no state to keep or to lose.
+"""The runs a study needs next, computed from the scores known so far, so that no state has to be kept.
 
 Phase one tries every learning rate of the grid with every method, on the validation split only. While a
 method's best learning rate is at an edge of the grid, the grid grows there by one, for all methods. Phase two
@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def pairing(self) -> tuple[int, float | None]:
-        """Equal for runs of several arms that are compared, and so must have the same arithmetic."""
+        """A key shared by the runs of several arms that are compared, which must have the same arithmetic."""
         return self.seed, self.lr if self.choosing else None
 
 
@@ -60,37 +60,37 @@ def plan_runs(
     measure: str = "near-ties",
     own: Mapping[str, float] | None = None,
 ) -> Matrix:
-    """The matrix as far as these scores determine it. `own` are learning rates of single methods, which go
+    """The matrix as far as these scores determine it. `own`: method -> its own learning rate, allowed only
     with a grid of one.
 
     A study waits for every trial before it chooses. With `partial`, for a report on an unfinished study,
-    methods whose trials are all evaluated choose without the others, which do not widen the grid.
+    the learning rate is chosen for methods whose trials are all evaluated; the others do not widen the grid.
     """
     matrix = Matrix(grid=sorted(lrs))
     if len(matrix.grid) == 1:  # nothing to choose
         matrix.chosen = dict.fromkeys(methods, matrix.grid[0]) | dict(own or {})
         _measure(matrix, seeds)
         return matrix
-    room = {"low": widen, "high": widen}
+    widenings = {"low": widen, "high": widen}
     while True:
         matrix.needed = [Cell(m, lr, s, True) for s, lr, m in product(choice_seeds, matrix.grid, methods)]
         matrix.unevaluated = [cell for cell in matrix.needed if cell not in scores]
         if matrix.unevaluated and not partial:
             return matrix
-        whole = [m for m in methods if all(cell.method != m for cell in matrix.unevaluated)]
-        best = {m: best_lr(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in whole}
+        evaluated = [m for m in methods if all(cell.method != m for cell in matrix.unevaluated)]
+        best = {m: best_lr(m, matrix.grid, choice_seeds, scores, larger_is_better) for m in evaluated}
         edges = {
-            "low": [m for m in whole if best[m] == matrix.grid[0]],
-            "high": [m for m in whole if best[m] == matrix.grid[-1]],
+            "low": [m for m in evaluated if best[m] == matrix.grid[0]],
+            "high": [m for m in evaluated if best[m] == matrix.grid[-1]],
         }
-        growing = [side for side in edges if edges[side] and room[side] > 0]
+        growing = [side for side in edges if edges[side] and widenings[side] > 0]
         if not growing:
             break
         for side in growing:
-            room[side] -= 1
+            widenings[side] -= 1
             matrix.grid = widen_grid(matrix.grid, side)
     matrix.at_edge = sorted({*edges["low"], *edges["high"]})
-    matrix.failed = [m for m in whole if best[m] is None]
+    matrix.failed = [m for m in evaluated if best[m] is None]
     matrix.chosen = {m: lr for m, lr in best.items() if lr is not None}
     matrix.near_ties = _near_ties(matrix, choice_seeds, scores, larger_is_better)
     further: dict[str, list[float]] = {}
@@ -98,7 +98,8 @@ def plan_runs(
         further = {method: lrs[:MOST_NEAR_TIES] for method, lrs in matrix.near_ties.items()}
     elif measure == "all":
         further = {
-            m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores) is not None] for m in whole
+            m: [lr for lr in matrix.grid if lr_mean(m, lr, choice_seeds, scores) is not None]
+            for m in evaluated
         }
     _measure(matrix, seeds, further)
     return matrix
@@ -107,7 +108,7 @@ def plan_runs(
 def _measure(
     matrix: Matrix, seeds: Sequence[int], further: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Ask for the measured runs of every method at its best learning rate and at `further` ones."""
+    """Add the measured runs of every method at its best learning rate and at `further` ones."""
     more = further or {}
     matrix.measured = {m: list(dict.fromkeys([lr, *more.get(m, ())])) for m, lr in matrix.chosen.items()}
     matrix.needed += [

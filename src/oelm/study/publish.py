@@ -69,7 +69,7 @@ def _write(source: Path, records: list[Record], to: Path) -> None:
         cut = read_record(folder)
         assert cut is not None
         if study is not None:
-            cut = cut.seen_by(study.differs_in)
+            cut = cut.with_differing_keys(study.differs_in)
         settings[record.identity.setting] = cut.identity.setting
         keys.add((cut.identity.key, cut.method))
     if len(keys) < len({(record.identity.key, record.method) for record in records}):
@@ -78,26 +78,26 @@ def _write(source: Path, records: list[Record], to: Path) -> None:
             "no folders; give the models different names, or publish the runs separately"
         )
     if study is not None:
-        values = _cut(study.as_written())
+        values = _cut_paths(study.as_written())
         if "per_task" in values:
-            values["per_task"] = {task: _cut(more) for task, more in values["per_task"].items()}
+            values["per_task"] = {task: _cut_paths(more) for task, more in values["per_task"].items()}
         write_text(to / "study.toml", to_toml(values))
         known = read_json(source / "study.json")
         for name in ("made", "imported"):
             if name in known:
                 known[name] = sorted({settings.get(key, key) for key in known[name]})
-        write_json(to / "study.json", _without(known, [str(source.resolve())]))
+        write_json(to / "study.json", _shorten_paths(known, [str(source.resolve())]))
 
 
 def _write_run(record: Record, source: Path, to: Path) -> None:
     """Write all files of a run but its predictions."""
     task, model = record.config.task, record.config.model
-    write_text(to / "config.toml", to_toml(_cut(record.config.to_dict())))
+    write_text(to / "config.toml", to_toml(_cut_paths(record.config.to_dict())))
     given = (source.resolve(), task.data, task.test_file, task.data_dir, task.tokenizer, model.name)
-    long = [str(path) for path in given if path is not None and Path(path).is_absolute()]
+    absolute = [str(path) for path in given if path is not None and Path(path).is_absolute()]
     results = record.results | {"model": cut_path(str(record.results["model"]))}
-    write_json(to / "results.json", _without(results, long))
-    write_json(to / "environment.json", _without(record.environment, long))
+    write_json(to / "results.json", _shorten_paths(results, absolute))
+    write_json(to / "environment.json", _shorten_paths(record.environment, absolute))
     if (path := record.folder / "timing_stats.json").exists():
         write_json(to / path.name, read_json(path))
     if (path := record.folder / "freeze_audit.json").exists():
@@ -110,7 +110,7 @@ def _write_run(record: Record, source: Path, to: Path) -> None:
         write_text(to / "metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def _cut(values: dict[str, Any]) -> dict[str, Any]:
+def _cut_paths(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the names of files and folders in place of their paths."""
     values = deepcopy(values)
     task, model = values.get("task", {}), values.get("model", {})
@@ -123,12 +123,12 @@ def _cut(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _without(value: Any, paths: Iterable[str]) -> Any:
-    """The value with paths in its texts (reasons, warnings) cut to their last part."""
+def _shorten_paths(value: Any, paths: Iterable[str]) -> Any:
+    """The value with the paths in its texts (reasons, warnings) cut to their last part."""
     if isinstance(value, dict):
-        return {key: _without(entry, paths) for key, entry in value.items()}
+        return {key: _shorten_paths(entry, paths) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_without(entry, paths) for entry in value]
+        return [_shorten_paths(entry, paths) for entry in value]
     if isinstance(value, str):
         for path in sorted(paths, key=len, reverse=True):  # one may lie in another
             value = value.replace(path, Path(path).name)
@@ -136,15 +136,15 @@ def _without(value: Any, paths: Iterable[str]) -> Any:
 
 
 def _thinned(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All evaluations; of the training lines CURVE and the last, with the keys that a curve needs. What was
-    thinned before stays as it is."""
-    training = [place for place, entry in enumerate(entries) if entry.get("kind") == "train"]
+    """All evaluations; of the training lines CURVE and the last, with the keys that a curve needs. Entries
+    that were thinned before are returned as they are."""
+    training = [index for index, entry in enumerate(entries) if entry.get("kind") == "train"]
     if len(training) <= CURVE + LAST_POINTS:
         return entries
     last = {*training[-LAST_POINTS:]}  # a report shows these: they stay exact
     kept = {*training[::-1][:: -(-len(training) // CURVE)]} | last
-    for place in kept:
-        values = {key: entries[place][key] for key in CURVE_KEYS if key in entries[place]}
+    for index in kept:
+        values = {key: entries[index][key] for key in CURVE_KEYS if key in entries[index]}
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
-        entries[place] = values if place in last else short
-    return [entry for place, entry in enumerate(entries) if entry.get("kind") != "train" or place in kept]
+        entries[index] = values if index in last else short
+    return [entry for index, entry in enumerate(entries) if entry.get("kind") != "train" or index in kept]

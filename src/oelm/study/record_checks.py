@@ -1,4 +1,4 @@
-"""What a record must hold before anything is computed from it: one that is read is one that can be used."""
+"""Checks of a record when it is read, so that everything computed from it can rely on its keys and types."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from oelm.system.messages import Notice, notice
 
 LARGEST = 1e18  # of any number in a record
 STATUSES = ("completed", "interrupted", "failed")
-# The types of keys that are there.
+# The type of each key, where a record has it.
 RESULTS = {
     "text": ("status", "task", "metric", "model", "precision", "architecture", "ended", "experiment"),
     "number": ("train_items", "samples", "train_time_s", "eval_time_s", "total_time_s", "peak_memory_bytes"),
@@ -25,24 +25,24 @@ ENVIRONMENT = {
 
 
 def is_number(value: Any) -> bool:
-    """A number that can be computed with."""
+    """Whether the value is a finite number of usable size, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _is_measure(value: Any) -> bool:
-    """A number, or one that a diverged run gave: a perplexity may be infinite."""
+    """Whether the value is a number, infinities and NaN of a diverged run included."""
     return is_number(value) or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _are_metrics(metrics: Any) -> bool:
-    """Numbers by name; a confusion matrix or the like may stand among them."""
+    """Whether these are numbers by name, perhaps with lists and tables such as a confusion matrix."""
     return isinstance(metrics, Mapping) and all(
         value is None or _is_measure(value) or isinstance(value, list | dict) for value in metrics.values()
     )
 
 
 def type_problem(values: Any, types: Mapping[str, tuple[str, ...]], place: str = "") -> Notice | None:
-    """The first of these keys that has another type; null counts as missing."""
+    """The first of these keys whose value has another type; null counts as missing. None if all are right."""
     if not isinstance(values, dict):
         return notice("value.not_object")
     right = {"text": str, "list": list, "object": dict}
@@ -56,7 +56,7 @@ def type_problem(values: Any, types: Mapping[str, tuple[str, ...]], place: str =
 
 
 def results_problem(results: Any, tested: bool) -> Notice | None:
-    """What is wrong with the contents of results.json; `tested`: whether the run was to be."""
+    """What is wrong with the contents of results.json; `tested`: whether the run was to be tested."""
     if problem := type_problem(results, RESULTS):
         return problem
     counts, completed = results.get("parameters") or {}, results.get("status") == "completed"

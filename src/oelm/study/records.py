@@ -1,4 +1,4 @@
-"""Records of runs: read from their folders, identified by what decides their result."""
+"""Records of runs, read from their folders and identified by everything that decides their result."""
 
 import contextlib
 import hashlib
@@ -44,7 +44,7 @@ class Identity:
 def identify(config: RunConfig, data: str, precision: str, numerics: int | None) -> Identity:
     """A run's identity: its resolved configuration, the data's fingerprint and the numerics version.
 
-    The path and name of the data do not matter: the fingerprint is of its texts, splits and tokens.
+    The path and name of the data do not count: the fingerprint is of its texts, splits and tokens.
     """
     setting, values = identity_values(config, data, precision, numerics)
     return Identity(setting, digest(values)[:16])
@@ -53,9 +53,11 @@ def identify(config: RunConfig, data: str, precision: str, numerics: int | None)
 def identity_values(
     config: RunConfig, data: str, precision: str, numerics: int | None
 ) -> tuple[str, dict[str, Any]]:
-    """The digest of a run's setting, and the values whose digest is the run's own. `own` is what runs of one
-    setting may differ in: method, learning rate, seed, fast or plain path, and the keys in which the arms of
-    a study differ."""
+    """The digest of a run's setting, and the values whose digest is the run's key.
+
+    Runs of one setting may differ in the values called `own` (method, learning rate, seed, fast or plain
+    path), and in the keys in which the arms of a study differ.
+    """
     values = config.identity()
     training = values["training"] | {"precision": precision}
     own = {key: training.pop(key, None) for key in ("lr", "seed", "test")}
@@ -77,7 +79,7 @@ def identity_values(
 
 
 def digest(values: Any) -> str:
-    """Of JSON values, whatever the order of their keys."""
+    """The SHA-256 of JSON values, independent of the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -103,7 +105,7 @@ class Record:
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        """What two runs must share to be a pair; records before version 3 lack some of it."""
+        """The values that two runs must share to be a pair; records before version 3 lack some of them."""
         known = {
             "numerics": self.environment.get("numerics"),
             "path": "fast" if self.config.training.fast else "plain",
@@ -124,28 +126,29 @@ class Record:
 
     @property
     def fell_back(self) -> bool:
-        """Whether the fast path failed, and the run has no pair: it was completed by the plain one, or ended
-        because the watch found the two apart."""
+        """Whether the fast path failed, so that the run cannot be paired: it was completed by the plain path,
+        or ended because the two paths disagreed."""
         if self.completed:
             return self.arithmetic.get("plain_from") is not None
         return self.reason is not None and self.reason.code == "run.fast_path_wrong"
 
-    def seen_by(self, differs_in: tuple[str, ...]) -> "Record":
-        """The record with its identity in a study whose arms, perhaps added later, differ in these keys."""
+    def with_differing_keys(self, differs_in: tuple[str, ...]) -> "Record":
+        """The record with its identity in a study whose arms differ in these keys, which may have been added
+        after the run."""
         if differs_in == self.config.arm.differs_in:
             return self
         config = replace(self.config, arm=replace(self.config.arm, differs_in=differs_in))
         return replace(self, identity=_identity_of(config, self.results, self.environment))
 
-    def of_model(self, name: str) -> "Record":
-        """The record with its model called so: the folder that a published one names without its path."""
+    def with_model_name(self, name: str) -> "Record":
+        """The record with this name of its model: a published record has only the last part of its path."""
         config = replace(self.config, model=replace(self.config.model, name=name))
         results = self.results | {"model": name}
         identity = _identity_of(config, results, self.environment)
         return replace(self, config=config, results=results, identity=identity)
 
-    def by_metric(self, metric: str | None) -> "Record":
-        """The record with the metric that a study compares; UserError if the run did not measure it."""
+    def with_metric(self, metric: str | None) -> "Record":
+        """The record scored by the metric that a study compares; UserError if the run did not measure it."""
         if metric in (None, self.metric):
             return self
         results = self.results | {"metric": metric}
@@ -208,7 +211,8 @@ class Record:
 
     @property
     def failed_by_method(self) -> bool:
-        """Whether the method is the cause of its failure, or may be (old records do not say), not a fault."""
+        """Whether the run failed because of its method, or may have (old records do not say), and not because
+        of a fault of the machine."""
         return self.failure_kind in (*OUTCOMES, "unknown")
 
     @property
@@ -233,7 +237,7 @@ class Record:
 
     @property
     def score(self) -> float | None:
-        """What the run was made for: the score of a trial on validation, of a measured run on test."""
+        """The score that counts: of a trial on validation, of a measured run on test."""
         return self.validation if self.choosing else self.test
 
     def _score(self, measured: dict[str, Any] | None) -> float | None:
@@ -264,7 +268,8 @@ class Record:
         return [point for point in points if is_number(point["step"]) and is_number(point["loss"])]
 
     def metric_lines(self, containing: str = "", last: int | None = None) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl (with this text, the `last` so many) that no crash cut short."""
+        """The lines of metrics.jsonl, without those that a crash cut short; `containing`: only lines with
+        this text, `last`: only so many at the end."""
         try:
             text = read_file(self.folder / "metrics.jsonl", most=1 << 34).decode("utf-8", "replace")
         except (FileNotFoundError, UserError):
@@ -277,7 +282,7 @@ class Record:
 
     @cached_property
     def timing(self) -> dict[str, Any]:
-        """timing_stats.json; nothing where it cannot be read."""
+        """The contents of timing_stats.json; empty if it cannot be read."""
         with contextlib.suppress(UserError):
             return read_object(self.folder / "timing_stats.json")
         return {}
@@ -301,7 +306,7 @@ class Record:
         return Counter()
 
     def predictions(self) -> dict[str, np.ndarray] | None:
-        """What was recorded of every test item; None if that is missing or damaged."""
+        """The arrays recorded for the test items; None if they are missing or damaged."""
         arrays = read_predictions(self.folder) or {}
         names = ("ids", "groups", "labels", "predictions", self.metric)
         used = {name: arrays[name] for name in names if name in arrays}
@@ -334,11 +339,11 @@ def read_record(folder: Path, follow: bool = True) -> Record | None:
 
 
 def _other_run(results: dict[str, Any], config: RunConfig) -> Notice | None:
-    """What is wrong where the results are of another run than the configuration, which would count twice."""
+    """What is wrong if the results are of another run than the configuration: that run would count twice."""
     for key in ("seed", "lr"):
-        made, asked = results.get(key), getattr(config.training, key)
-        if made is not None and made != asked:
-            return notice("value.of_another", key=key, value=str(made)[:40], other=str(asked))
+        recorded, configured = results.get(key), getattr(config.training, key)
+        if recorded is not None and recorded != configured:
+            return notice("value.of_another", key=key, value=str(recorded)[:40], other=str(configured))
     return None
 
 

@@ -1,6 +1,6 @@
-"""What a user asks for with `oelm study` or `oelm.study`, and with `oelm report`: plan, conduct, report.
+"""The requests of `oelm study` or `oelm.study`, and of `oelm report`: plan, conduct, report.
 
-Nothing heavy is imported here: `import oelm` brings the functions.
+Nothing heavy is imported here, as `import oelm` imports this module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ from oelm.training.folder import flat
 from oelm.training.request import (
     Assignments,
     PathLike,
-    listed,
-    spelled_out,
+    as_list,
+    normalized_options,
     split_assignments,
     takes_options,
 )
@@ -60,7 +60,7 @@ def study(
     """
     from oelm.study.report.view import Words
 
-    Words(lang)  # a language that does not exist must not cost a study
+    Words(lang)  # an unknown language is refused before the study runs, not after it
     table: dict[str, Any] = {"tasks": task, "methods": methods, "lrs": lrs, "seeds": seeds}
     table |= {"until_decided": until_decided, "max_seeds": max_seeds, "margin": margin, "jobs": jobs}
     table |= {"launcher": "slurm" if slurm else launcher}
@@ -87,14 +87,14 @@ def plan_study(
 
     if wrong := [key for key in OF_A_RUN if key in options]:
         raise TypeError(f"a study has no option {wrong[0]!r}; it has task, methods, lrs and seeds")
-    given = spelled_out(options)
+    given = normalized_options(options)
     table = {
-        key: listed(value) if key in LISTS else value for key, value in table.items() if value is not None
+        key: as_list(value) if key in LISTS else value for key, value in table.items() if value is not None
     }
     title = str(name or given.get("data") or "-".join(table.get("tasks") or ["study"]))
     folder = Path(out or Path("studies", Path(title).stem.strip(".") or "study"))
     if "data" in given:
-        table = {"tasks": []} | table  # a file in place of the tasks that a study names
+        table = {"tasks": []} | table  # the file replaces the tasks that a study names
     keys = flag_keys(given) | {f"study.{key}": value for key, value in table.items()}
     flags, assignments = split_assignments(keys, set)
     values: dict[str, Any] = {}
@@ -111,12 +111,12 @@ def plan_study(
         values = merge(values, read_toml(Path(profile)))
     if "study.methods" in flags and isinstance(values.get("study"), dict):
         values["study"].pop("arms", None)
-    if plugins := [*dict.fromkeys([*_plugins_of(values), *listed(plugin)])]:
+    if plugins := [*dict.fromkeys([*_plugins_of(values), *as_list(plugin)])]:
         values["plugins"] = plugins
         load_plugins(plugins)
-    asked = overrides(flags, assignments)
-    _merge_per_task(values, asked)
-    planned = make_study(merge(values, asked), str(name or "options"))
+    requested = overrides(flags, assignments)
+    _merge_per_task(values, requested)
+    planned = make_study(merge(values, requested), str(name or "options"))
     LAUNCHERS.find(planned.table.launcher)  # before anything is prepared
     StudyFolder(folder).check(planned)  # before anything is imported or prepared
     return planned, folder
@@ -130,10 +130,10 @@ def _plugins_of(values: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _merge_per_task(values: dict[str, Any], asked: Mapping[str, Any]) -> None:
-    """Override the study's tables of single tasks, in place, so that steps replace a task's epochs; say so
-    where such a table keeps its value from an option for all tasks."""
-    changed = asked.get("per_task")
+def _merge_per_task(values: dict[str, Any], requested: Mapping[str, Any]) -> None:
+    """Override the study's tables of single tasks in place, so that steps replace a task's epochs; print a
+    note where such a table keeps its value although an option for all tasks sets another."""
+    changed = requested.get("per_task")
     for task, tables in values["per_task"].items() if isinstance(values.get("per_task"), dict) else ():
         new = changed.get(task) if isinstance(changed, Mapping) else None
         new = new if isinstance(new, Mapping) else {}
@@ -143,14 +143,14 @@ def _merge_per_task(values: dict[str, Any], asked: Mapping[str, Any]) -> None:
         for key in [key for key in flat(tables) if key not in flat(new)]:
             table, _, name = key.partition(".")
             names = next((pair for pair in ALTERNATIVES if name in pair), (name,))
-            given = asked[table] if isinstance(asked.get(table), Mapping) else {}
+            given = requested[table] if isinstance(requested.get(table), Mapping) else {}
             for other in [other for other in names if other in given]:
                 keeps = f"{task} keeps {name} {tables[table][name]}, which this study sets for it alone"
                 say(f"note: {keeps}; --set per_task.{task}.{table}.{other}=... changes it", err=True)
 
 
 def note_few_seeds(planned: "Study", err: bool = True) -> None:
-    """Say so where a study plans fewer seeds than a verdict needs."""
+    """Print a note if a study plans fewer seeds than a verdict needs."""
     from oelm.study.decide import fewest_seeds
 
     comparisons = len(planned.contrasts) * len(planned.tasks)

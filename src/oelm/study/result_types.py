@@ -16,7 +16,7 @@ from oelm.study.records import Record, baselines_of
 from oelm.study.two_way import Overall
 from oelm.system.messages import Notice, notice
 
-Found = TypeVar("Found", Combined, statistics.Interval)
+MeanInterval = TypeVar("MeanInterval", Combined, statistics.Interval)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ArmResult:
 
     @property
     def at_chance(self) -> list[int]:
-        """Seeds whose run cannot be told from the most frequent class on validation."""
+        """Seeds whose run is no better than the most frequent class on validation."""
         runs = [r for r in self.records if r.failure_kind != "diverged"]
         return [record.seed for record in runs if record.results.get("at_chance")]
 
@@ -142,8 +142,8 @@ class Group:
         return [name for name, score in scores.items() if sign * score > sign * mean]
 
     def robustness(self, arm: ArmResult) -> statistics.Robustness | None:
-        """How much the arm's learning rate matters, by the rates whose trials are all there; None if fewer
-        than two of them were tried with success."""
+        """How much the arm's learning rate matters, by the learning rates whose trials are all evaluated;
+        None if fewer than two of them have a score."""
         partial = {cell.lr for cell in arm.unevaluated}
         lrs = list(arm.lr_scores)
         scores = [None if lr in partial else score for lr, score in arm.lr_scores.items()]
@@ -163,7 +163,7 @@ class Group:
         """A difference as a report shows it: points, or by how many per cent a perplexity is lower."""
         return difference if self.kind == "share" else -100 * math.expm1(-difference / 100)
 
-    def told(self, interval: Found) -> Found:
+    def shown_interval(self, interval: MeanInterval) -> MeanInterval:
         """A mean difference and its interval as a report shows them."""
         ends = [None if end is None else self.shown(end) for end in (interval.low, interval.high)]
         return replace(interval, mean=self.shown(interval.mean), low=ends[0], high=ends[1])
@@ -182,8 +182,8 @@ class Group:
 
     def collapsed(self, runs: Sequence[Record]) -> list[int]:
         """Seeds whose run diverged or fell far below the others of its arm; see `oelm.study.decide`."""
-        fallen = decide.collapsed([self.points(r.test) for r in runs if r.test is not None])
-        return [run.seed for place, run in enumerate(runs) if run.stand_in or place in fallen]
+        low = decide.collapsed([self.points(r.test) for r in runs if r.test is not None])
+        return [run.seed for index, run in enumerate(runs) if run.stand_in or index in low]
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,14 @@ class Comparison:
 
     @property
     def small_difference(self) -> bool:
-        """Equivalent, and yet different: by less than the margin that was stated not to matter."""
+        """Whether the arms are equivalent although their difference, smaller than the margin, is
+        significant."""
         return self.verdict == "equivalent" and self.p_holm is not None and self.p_holm < decide.LEVEL
 
     @property
     def only_family(self) -> bool:
-        """Whether the interval excludes 0 but p, corrected for the other comparisons, does not."""
+        """Whether only the correction for the other comparisons leaves this one undecided: its own interval
+        excludes 0."""
         combined = self.combined
         if self.verdict != "open" or combined is None or combined.low is None or combined.high is None:
             return False
@@ -254,8 +256,8 @@ PROBLEMS = (
 def explain_problems(
     codes: Iterable[str], arms: Mapping[str, ArmResult], pairs: int, comparisons: int
 ) -> list[Notice]:
-    """Codes of PROBLEMS with their values; `arms` are those compared, by the names to call them, and
-    `comparisons` says how many the study planned."""
+    """Notices for codes of PROBLEMS. `arms`: name to show -> arm that was compared; `comparisons`: how many
+    the study planned."""
     lost = {name: list(arm.at_chance) for name, arm in arms.items() if arm.at_chance}
     values: dict[str, dict[str, Any]] = {
         "few_seeds": {"n": pairs, "fewest": decide.fewest_seeds(comparisons), "comparisons": comparisons},
@@ -288,7 +290,7 @@ class Analysis:
     left_out: int = 0  # records in the folder that do not belong to the study
     copies: int = 0  # of runs that are in the folder twice
     remade: int = 0  # of these, copies that scored differently
-    unused: int = 0  # measured runs that the study, as it is now, does not ask for
+    unused: int = 0  # measured runs that the current study does not need
     damaged: list[Notice] = field(default_factory=list)  # records that cannot be read
     changes: list[dict[str, Any]] = field(default_factory=list)  # of the plan, after runs had been tested
     changed: "Analysis | None" = None  # as the changed study would have it; the verdicts are the plan's
@@ -312,7 +314,7 @@ class Analysis:
         return next((c for c in self.of_group(group) if (c.method, c.reference) == pair), None)
 
     def complete(self, group: Group) -> bool:
-        """Whether all planned runs of a setting are there: before that its test scores tell nothing."""
+        """Whether all planned runs of a setting have ended: no conclusion is drawn before that."""
         if self.study and self.study.arms.keys() - group.arms.keys():
             return False
         return not any("unfinished" in comparison.problems for comparison in self.of_group(group))

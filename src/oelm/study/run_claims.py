@@ -1,16 +1,17 @@
-"""Claims on a shared folder: which worker trains which run, by O_EXCL and rename alone, as NFS has them.
+"""Claims on a shared folder: which worker trains which run, by O_EXCL and rename alone, which NFS supports.
 
     queue/jobs/NAME/job.json     a run to train
                    /1, 2, ...    its claims: the highest number says who has it
-    queue/ended/NAME/            as above, once the run has ended; with answer.json where a fault ended it
+    queue/ended/NAME/            the same once the run has ended; with answer.json if a fault ended it
     queue/.work/NAME.3/          the run's folder while the worker with claim 3 trains it
-                NAME.0/          what a study on one machine had left of it
+                NAME.0/          the unfinished run of a study that trained on one machine before
 
 Taking a run, giving it up and ending it all mean creating the next number, which only one process can do. A
-worker trains in a folder that carries its number, and whoever takes the run over renames that folder first:
-one that was stopped and wakes up late finds its folder gone and its next number taken, and can overwrite
-nothing. A claim says after how many seconds without a heartbeat it expires. The observer counts them by its
-own monotonic clock, and anew where it was held up itself: two machines' clocks never decide who has a run.
+worker trains in a folder that carries its number, and another that takes the run over renames that folder
+first. So a worker that was suspended finds its folder gone and its next number taken when it goes on, and
+cannot overwrite anything. A claim states after how many seconds without a heartbeat it expires. Other workers
+count these seconds by their own monotonic clock, and start again if they were suspended themselves: the
+clocks of two machines are never compared.
 """
 
 import contextlib
@@ -29,22 +30,22 @@ from typing import Any
 EXPIRES = 90.0  # seconds without a heartbeat after which a claim no longer counts, unless it says otherwise
 BEATS = 6  # heartbeats within that time
 MOST_LOST = 5  # workers in a row that may vanish with one run before it counts as failed
-MOST_NEAR = 1024  # runs from which a worker picks the next one at random, where there are many
-MOST_MISSES = 32  # runs in a row found taken after which they are listed again
-MANY_MISSES = 8  # the same, but once the claim is made
-FIRST_LOOK = 512  # runs that a worker lists for its first claim: of thousands it lists the others after it
-RETRY = 10.0  # seconds in which the end of a claim is written again where the storage fails
+MOST_NEAR = 1024  # runs from which a worker picks the next one at random, if there are many
+MOST_MISSES = 32  # attempts in a row on runs already taken after which runs are listed again at once
+MANY_MISSES = 8  # such attempts after which they are listed again once a run is claimed
+FIRST_LOOK = 512  # runs that a worker lists before its first claim; it lists all of them after it
+RETRY = 10.0  # seconds for which writing the end of a claim is retried if the storage fails
 SIZE = 512  # bytes of a claim: always the same, so that a heartbeat is one write
-# Errors of shared storage that a later attempt may not meet.
-PASSING = {
+# Errors of shared storage that may be gone at the next attempt.
+TRANSIENT = {
     errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EREMOTEIO,
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECONNRESET,
 }  # fmt: skip
 
 
-def may_pass(error: OSError) -> bool:
-    """Whether this is a failure of the storage that may be over soon."""
-    return error.errno in PASSING
+def is_transient(error: OSError) -> bool:
+    """Whether this error of the storage may be gone at the next attempt."""
+    return error.errno in TRANSIENT
 
 
 @dataclass
@@ -56,10 +57,10 @@ class Claim:
     number: int
     lost: int
     beats: int = 0
-    beaten: float = 0.0  # when it was last renewed, by this worker's clock
+    renewed: float = 0.0  # when it was last renewed, by this worker's clock
 
     def __post_init__(self) -> None:
-        self.beaten = self.queue.clock()
+        self.renewed = self.queue.clock()
 
     @property
     def work(self) -> Path:
@@ -71,8 +72,7 @@ class Claim:
         return self.queue.jobs / self.name
 
     def beat(self) -> bool:
-        """Tell the other workers that this one is alive; False where one has taken the run over. OSError if
-        the storage fails."""
+        """Write a heartbeat; False if another worker has taken the run over. OSError if the storage fails."""
         now = self.queue.clock()
         if (self.job / f"{self.number + 1}").exists():
             return False
@@ -82,24 +82,25 @@ class Claim:
             return False
         self.beats += 1
         with open(handle, "wb", buffering=0) as file:
-            # Closing it is enough for others to see it, on NFS too; it need not outlive a crash.
+            # Closing the file makes it visible to others, on NFS too; no fsync, as it need not survive a
+            # crash.
             file.write(self.queue.entry("claim", self.lost, self.beats))
-        self.beaten = now
+        self.renewed = now
         return True
 
     def end(self, event: str) -> bool:
-        """Give the run up ("released") or end it ("finished"); False where another worker has taken it, or
-        where the storage fails for long: then the claim expires."""
+        """Give the run up ("released") or end it ("finished"); False if another worker has taken it, or if
+        the storage fails for RETRY seconds: then the claim expires."""
         last = time.monotonic() + RETRY
         while True:
             try:
                 if self.queue.create(self.name, self.number + 1, event, 0):
                     return True
-                state = self.queue.state(self.name)  # an attempt that failed may have come through
-                mine = (self.number + 1, event, self.queue.owner)
-                return state is not None and (state.number, state.event, state.owner) == mine
+                state = self.queue.state(self.name)  # an attempt that raised may have been written anyway
+                own = (self.number + 1, event, self.queue.owner)
+                return state is not None and (state.number, state.event, state.owner) == own
             except OSError as error:
-                if not may_pass(error):
+                if not is_transient(error):
                     raise
                 if time.monotonic() > last:
                     return False
@@ -108,7 +109,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class State:
-    """What a run's claims say. `event`: "queued" (never taken), "claim", "released" or "finished"."""
+    """A run's last claim. `event`: "queued" (never taken), "claim", "released" or "finished"."""
 
     number: int = 0
     event: str = "queued"
@@ -116,12 +117,12 @@ class State:
     lost: int = 0
     expires: float = EXPIRES  # of this claim, as its owner has chosen
     raw: bytes = b""  # changes with every heartbeat
-    changed: float = 0.0  # by the clock of the file system: to be shown, never to decide
+    changed: float = 0.0  # by the clock of the file system: only for display
 
 
 @dataclass
-class Sight:
-    """What this worker last saw of a run that another has taken."""
+class LastSeen:
+    """What this worker last saw of a run that another worker has taken."""
 
     looked: float = float("-inf")
     raw: bytes | None = None  # its claim
@@ -141,27 +142,27 @@ class Queue:
         self.folder, self.owner, self.expires, self.clock = root / "queue", owner, expires, clock
         self.jobs, self.ended, self.work = (self.folder / name for name in ("jobs", "ended", ".work"))
         self.finished = self.folder / "finished"
-        self._listed, self._changed = float("-inf"), 0  # when the runs were last listed; their folder's time
+        self._listed, self._changed = float("-inf"), 0  # time of the last listing; mtime of the jobs' folder
         self._stale = True  # not all runs are listed, or many of those listed are taken
-        self._fresh: list[str] = []  # those that may never have been taken, the next one last
-        self._taken: dict[str, Sight] = {}  # the others
+        self._fresh: list[str] = []  # runs that may never have been taken, the next one last
+        self._taken: dict[str, LastSeen] = {}  # the other runs
 
     def open(self) -> None:
-        """Make the queue's folders; the study is not finished any more."""
+        """Make the queue's folders, and remove the mark that the study is finished."""
         for folder in (self.jobs, self.ended, self.work):
             folder.mkdir(parents=True, exist_ok=True)
         self.finished.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """The study is complete: workers leave, and nothing of the queue is kept."""
+        """Mark the study as finished, so that workers end, and delete the queue."""
         self.finished.touch()
         for folder in (self.jobs, self.ended, self.work):
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, name: str, job: dict[str, Any], unfinished: Path | None = None) -> None:
-        """Queue a run, unless it is queued or being trained already. One that has ended keeps its numbers.
-        `unfinished`: a folder with the run's checkpoints, for its first worker. Only here, where no worker
-        can have the run, is its folder taken out of the study."""
+        """Queue a run, unless it is queued or being trained already. A run that ended before keeps counting
+        its claims. `unfinished`: a folder with the run's checkpoints, which is moved to its first worker; no
+        worker can have the run yet."""
         if self.has(name):
             return
         if unfinished is not None and self.work_folder(name) is None:
@@ -178,11 +179,11 @@ class Queue:
         beside.rename(self.jobs / name)
 
     def has(self, name: str) -> bool:
-        """Whether the run waits or is being trained."""
+        """Whether the run is waiting or being trained."""
         return (self.jobs / name).exists()
 
     def names(self) -> list[str]:
-        """The runs that have not ended, in the order in which they are taken."""
+        """The names of the runs that have not ended, in the order in which workers take them."""
         try:
             return sorted(os.listdir(self.jobs))
         except FileNotFoundError:
@@ -192,18 +193,18 @@ class Queue:
         return _read_json((self.ended if ended else self.jobs) / name / "job.json")
 
     def answer(self, name: str) -> dict[str, Any] | None:
-        """Why a run that has ended has no result; None where it has one."""
+        """Why a run that has ended has no result; None if it has one."""
         return _read_json(self.ended / name / "answer.json")
 
     def close_job(self, claim: Claim, answer: dict[str, Any] | None) -> None:
         """End a run, after `claim.end("finished")`."""
-        with contextlib.suppress(FileNotFoundError):  # another worker saw its results, and was faster
+        with contextlib.suppress(FileNotFoundError):  # another worker found the result and closed it first
             if answer is not None:
                 (claim.job / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
             claim.job.rename(self.ended / claim.name)
 
     def take(self) -> Claim | None:
-        """Take a run that nobody has; None if there is none now. OSError if the storage fails."""
+        """Claim a run that no worker has; None if there is none now. OSError if the storage fails."""
         now, pause = self.clock(), self.expires / BEATS
         if not self._all_listed:
             self._list_some()
@@ -212,8 +213,8 @@ class Queue:
         return self._take_known(now, pause) or self._take_fresh(now) or self._take_known(now, pause)
 
     def refresh(self) -> None:
-        """List the runs anew if the next claim needs it. Of thousands that takes longer than a claim, and a
-        worker has time for it once its run is started."""
+        """List the runs again if the next claim needs it. Listing thousands takes longer than a claim, so a
+        worker does it after it has started its run."""
         if self._stale:
             self._list(self.clock(), 0.0)
 
@@ -222,12 +223,12 @@ class Queue:
         return self._listed > float("-inf")
 
     def _list_some(self) -> None:
-        """List the runs that the folder names first, which of many runs are enough for a claim."""
+        """List the first FIRST_LOOK entries of the jobs' folder, which are enough for a claim."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.jobs) as entries:
-            self._know(sorted(entry.name for entry in islice(entries, FIRST_LOOK)))
+            self._keep_untaken(sorted(entry.name for entry in islice(entries, FIRST_LOOK)))
 
     def _list(self, now: float, pause: float) -> None:
-        """List the runs, if there may be others than at the last time."""
+        """List the runs if the jobs' folder has changed, or after `pause` seconds."""
         try:
             changed = self.jobs.stat().st_mtime_ns
         except FileNotFoundError:
@@ -235,14 +236,14 @@ class Queue:
         if changed != self._changed or now - self._listed >= pause:
             names, self._listed, self._changed, self._stale = self.names(), now, changed, False
             self._taken = {name: self._taken[name] for name in names if name in self._taken}
-            self._know(names)
+            self._keep_untaken(names)
 
-    def _know(self, names: list[str]) -> None:
+    def _keep_untaken(self, names: list[str]) -> None:
         self._fresh = [name for name in reversed(names) if name not in self._taken]
 
     def _take_known(self, now: float, pause: float) -> Claim | None:
-        due = [name for name, sight in self._taken.items() if now - sight.looked >= pause]
-        # Not all at once: of many runs it looks at some with every call, and at all of them within a pause.
+        due = [name for name, seen in self._taken.items() if now - seen.looked >= pause]
+        # Of many runs each call checks only a part, so that all of them are checked within a pause.
         for name in due[: max(MOST_MISSES, len(self._taken) // 8)]:
             if (claim := self._take_over(name, now, pause)) is not None:
                 return claim
@@ -251,39 +252,41 @@ class Queue:
     def _take_fresh(self, now: float) -> Claim | None:
         misses = 0
         while self._fresh:
-            # In order, but for many runs not all workers the same one at the same time.
+            # In order, but with many runs at random among the next ones, so that workers rarely collide.
             near = min(MOST_NEAR, len(self._fresh) // 8 + 1)
             name = self._fresh.pop(-random.randint(1, near))
-            self._taken[name] = Sight()
+            self._taken[name] = LastSeen()
             if self.create(name, 1, "claim", 0):
                 return Claim(self, name, 1, 0)
             misses += 1
             self._stale = self._stale or misses == MANY_MISSES
-            if misses == MOST_MISSES or not (self._fresh or self._all_listed):  # others have been busy
+            if misses == MOST_MISSES or not (self._fresh or self._all_listed):  # the list is out of date
                 self._list(now, 0.0)
         return None
 
     def _take_over(self, name: str, now: float, pause: float) -> Claim | None:
-        """A run that was taken before, if it was given back or its worker has shown no sign of life."""
-        sight, state = self._taken[name], self.state(name)
-        before, sight.looked = sight.looked, now
+        """Claim a run that was taken before, if it was given back or its claim has expired; otherwise
+        None."""
+        seen, state = self._taken[name], self.state(name)
+        before, seen.looked = seen.looked, now
         if state is None:
             del self._taken[name]
             return None
         lost = 0
-        if state.event in ("claim", "finished"):  # one that has finished is about to hand its run over
-            held_up = now - before > 2 * pause  # this worker, perhaps by what keeps the other from its signs
-            if held_up or state.raw != sight.raw:
-                sight.raw, sight.since = state.raw, now
+        if state.event in ("claim", "finished"):  # after "finished" the worker still moves the result
+            # This worker was suspended itself: the same cause may have delayed the other's heartbeats.
+            suspended = now - before > 2 * pause
+            if suspended or state.raw != seen.raw:
+                seen.raw, seen.since = state.raw, now
                 return None
-            if now - sight.since < state.expires:
+            if now - seen.since < state.expires:
                 return None
             lost = state.lost + 1
         number = state.number + 1
         return Claim(self, name, number, lost) if self.create(name, number, "claim", lost) else None
 
     def create(self, name: str, number: int, event: str, lost: int) -> bool:
-        """Create a claim; False where it exists, or the run has ended. OSError if the storage fails."""
+        """Create a claim; False if it exists or the run has ended. OSError if the storage fails."""
         try:
             handle = os.open(self.jobs / name / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except (FileExistsError, FileNotFoundError):
@@ -306,25 +309,25 @@ class Queue:
             raw, changed = path.read_bytes(), path.stat().st_mtime
         except FileNotFoundError:
             return None
-        values: dict[str, Any] = {"event": "claim"}  # its owner has created it and not yet written
+        values: dict[str, Any] = {"event": "claim"}  # of a file that is created and not yet written
         with contextlib.suppress(ValueError):
             values = json.loads(raw)
         known = (str(values["event"]), str(values.get("owner", "")), int(values.get("lost", 0)))
         return State(max(numbers), *known, float(values.get("expires", EXPIRES)), raw, changed)
 
-    def bring_work(self, claim: Claim) -> None:
-        """Move what earlier workers have left of a run to this claim's folder, its checkpoints with it."""
+    def move_work_folder(self, claim: Claim) -> None:
+        """Move the folder of the run's last worker, with its checkpoints, to this claim's folder."""
         for number in range(claim.number - 1, -1, -1):
             with contextlib.suppress(FileNotFoundError):
                 (self.work / f"{claim.name}.{number}").rename(claim.work)
-                # Its lock may be held by a process that is stopped, and would keep this one waiting.
+                # A suspended process may still hold its lock, for which this worker would wait.
                 (claim.work / "lock").unlink(missing_ok=True)
                 return
 
     def work_folder(self, name: str) -> Path | None:
-        """Where a run is trained, or was last."""
-        found = [path for path in self.work.glob(f"{name}.*") if path.suffix[1:].isdecimal()]
-        return max(found, key=lambda path: int(path.suffix[1:]), default=None)
+        """The folder where a run is being trained, or was last; None if there is none."""
+        folders = [path for path in self.work.glob(f"{name}.*") if path.suffix[1:].isdecimal()]
+        return max(folders, key=lambda path: int(path.suffix[1:]), default=None)
 
     def states(self) -> Iterator[tuple[str, State]]:
         for name in self.names():
@@ -333,7 +336,7 @@ class Queue:
 
 
 def _read_json(path: Path) -> Any:
-    """None where the file is not there, or its writer has died in the middle of it."""
+    """The contents; None if the file does not exist, or its writer died before it was complete."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None

@@ -18,10 +18,10 @@ from oelm.training.failure import failure_kind
 from oelm.training.stopping import Stop
 
 STOP_PATIENCE = 120.0  # seconds for running runs to save when the study is told to stop
-# Seconds before each further attempt at a run that a fault ended; after the last one the study stops.
+# Seconds before each new attempt at a run that a fault ended; after the last one the study stops.
 PAUSES = (1.0, 5.0, 30.0)
-DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # someone may be making room
-# What to do about a fault that does not pass: every kind of `oelm.errors.FAULTS` that a run can have.
+DISK_PAUSES = (*PAUSES, 60.0, 120.0)  # longer, as space may be freed meanwhile
+# Advice for a fault that persists, for every kind of `oelm.errors.FAULTS` that a run can have.
 ADVICE = {
     "memory": notice("advice.study_memory"),
     "gpu_memory": notice("advice.study_memory"),
@@ -49,7 +49,7 @@ class DueRun:
 
 @dataclass
 class StudyProgress:
-    """Where a study stands, for whoever shows it."""
+    """The state of a study, for its display."""
 
     settings: list[Setting]
     matrices: list[Matrix] = field(default_factory=list)
@@ -79,9 +79,9 @@ class Scheduler:
         self.stopping = False
 
     def run(self, stop: Stop, show: Callable[[StudyProgress], None]) -> StudyProgress:
-        """Make all runs of the study. `show(progress)` is called about twice a second."""
+        """Train all runs of the study. `show(progress)` is called about twice a second."""
         while self._find_due_runs():
-            if self._told_to_stop(stop) or self.broken is not None:
+            if self._stop_requested(stop) or self.broken is not None:
                 self._stop_runs()
                 show(self.progress)
                 raise self.broken or Interrupted(stop.reason or "")
@@ -91,7 +91,7 @@ class Scheduler:
         show(self.progress)
         return self.progress
 
-    def _told_to_stop(self, stop: Stop) -> bool:
+    def _stop_requested(self, stop: Stop) -> bool:
         if (self.root / "cancel").exists():
             stop.reason = notice("stop.cancelled")
         return stop.reason is not None
@@ -102,7 +102,7 @@ class Scheduler:
         running = {run.folder for run in progress.running}
         progress.matrices, progress.waiting, progress.done = [], [], 0
         for setting in progress.settings:
-            while True:  # every result on disk may ask for further runs
+            while True:  # every result read from disk may make further runs necessary
                 matrix = setting.matrix()
                 unknown = [
                     cell
@@ -120,18 +120,18 @@ class Scheduler:
         return bool(progress.waiting or progress.running)
 
     def _folder(self, setting: Setting, cell: Cell) -> Path:
-        """The folder of a run; asked for all of them, twice a second."""
+        """The folder of a run, cached: it is needed for all runs, twice a second."""
         key = (setting.task, cell, cell.pairing in setting.plain)
         if key not in self.folders:
             self.folders[key] = setting.folder(self.root, cell)
         return self.folders[key]
 
     def read_result(self, setting: Setting, cell: Cell) -> bool:
-        """Take a run's result from its folder; False if there is none that counts."""
+        """Read a run's result from its folder into the setting; False if there is none that counts."""
         folder = self._folder(setting, cell)
         try:
             record = read_record(folder) if folder.exists() else None
-            record = record and record.by_metric(setting.metric)
+            record = record and record.with_metric(setting.metric)
         except UserError as error:
             moved = set_aside(self.root, folder)
             self.progress.news.append(f"{error}; moved to {moved}, and the run is made again")
@@ -160,7 +160,8 @@ class Scheduler:
         return True
 
     def _delete_models(self, setting: Setting, cell: Cell) -> None:
-        """Keep the trained models that `study.models` asks for: of each method the best by validation."""
+        """Delete trained models that `study.models` does not keep; "best" keeps one of each method, by
+        validation."""
         if cell.choosing or self.keep_models == "all":
             return
         cells = [c for c in setting.scores if c.method == cell.method and not c.choosing]
@@ -172,9 +173,9 @@ class Scheduler:
                 shutil.rmtree(setting.folder(self.root, c) / "model", ignore_errors=True)
 
     def _start_runs(self, stop: Stop) -> None:
-        """Start what there is room for; queueing thousands takes a while, in which it may be told to stop."""
+        """Start runs while there is room. Queueing thousands takes long, so a request to stop is checked."""
         waiting = self.progress.waiting
-        while waiting and time.monotonic() >= self.not_before and not self._told_to_stop(stop):
+        while waiting and time.monotonic() >= self.not_before and not self._stop_requested(stop):
             run = waiting[0]
             job = RunJob(run.setting.run_config(run.cell), run.setting.store.folder, run.folder)
             try:
@@ -192,19 +193,20 @@ class Scheduler:
             return
         run = next(run for run in self.progress.running if run.folder == ended.folder)
         self.progress.running.remove(run)
-        if self.read_result(run.setting, run.cell):  # a result counts, whatever became of its process
+        if self.read_result(run.setting, run.cell):  # a result counts even if its process failed afterwards
             self.progress.news.append(_result_line(run))
         elif run.folder != run.setting.folder(self.root, run.cell):
-            pass  # it is made again by the plain path, elsewhere
+            pass  # it is made again by the plain path, in another folder
         elif ended.crowded:
             self.progress.news.append(f"{run.name}: out of memory; fewer runs side by side from now on")
         elif ended.kind in OUTCOMES:
             self._fault(run, "disk", notice("run.no_record"))
         elif ended.kind is not None:
-            self._fault(run, ended.kind, ended.told)
+            self._fault(run, ended.kind, ended.full_reason)
 
     def _fault(self, run: DueRun, kind: str, reason: Notice) -> None:
-        """Nothing is known about the run: start it again after a pause, or stop the study."""
+        """Handle a fault, which says nothing about the method: start the run again after a pause, or stop the
+        study if it has failed too often."""
         if self.stopping:
             return
         self.faults[run.folder] += 1
@@ -218,7 +220,7 @@ class Scheduler:
         self.broken = self.broken or RunError(stopped, kind, ADVICE.get(kind, ADVICE["software"]))
 
     def _stop_runs(self) -> None:
-        """Have every running run save and stop."""
+        """Ask every run to save and stop, and wait for them."""
         self.stopping = True
         self.launcher.stop()
         end = time.monotonic() + (0.0 if self.launcher.detached else STOP_PATIENCE)
@@ -229,10 +231,10 @@ class Scheduler:
 def _result_line(run: DueRun) -> str:
     record = read_record(run.folder)
     assert record is not None
-    record = record.by_metric(run.setting.metric)
+    record = record.with_metric(run.setting.metric)
     if not record.completed:
         advice = record.results.get("advice")
         return f"{run.name} FAILED: {record.reason}" + (f"; {read_notice(advice)}" if advice else "")
-    measured = record.results["best"]  # no test figures while a study runs: nobody should stop by them
+    measured = record.results["best"]  # never test scores, by which someone could decide when to stop
     value, took = measured["metrics"][record.metric], record.results["total_time_s"]
     return f"{run.name}: {measured['split']} {record.metric} {value:.4f} ({took:.0f} s)"

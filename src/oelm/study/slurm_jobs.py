@@ -1,4 +1,4 @@
-"""The workers of a study as Slurm sees them: which there are, how to end them, how to queue one again."""
+"""The workers of a study as Slurm jobs: list them, end them, queue one again."""
 
 import os
 import secrets
@@ -52,7 +52,7 @@ class Task:
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":
-    """One command of Slurm; where there is none, or it does not answer, it has failed."""
+    """Run a command of Slurm; if it does not exist or does not answer, the result has exit code 1."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -60,37 +60,37 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def tasks(root: Path) -> list[Task] | None:
-    """All workers of a study: those that squeue knows and, where there is accounting, those that sacct says
-    have ended. None if Slurm does not answer."""
+    """All workers of a study: those that squeue lists and, on a cluster with accounting, those that ended
+    according to sacct. None if Slurm does not answer."""
     if (name := job_name(root, make=False)) is None:
         return []
     columns = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "RestartCnt")
     fields = ",".join(f"{column}:|" for column in columns)
-    asked = command("squeue", "--me", "-h", "-r", "-t", "all", "--name", name, "-O", fields)
-    if asked.returncode:
+    queue = command("squeue", "--me", "-h", "-r", "-t", "all", "--name", name, "-O", fields)
+    if queue.returncode:
         return None
     known: dict[str, Task] = {}
-    # Not every version has a field for restarts; all list a job that was queued again once for each start.
-    past = command(
+    # Not every version of sacct has a field for restarts, but all list a job once for each start.
+    accounting = command(
         "sacct", "-n", "-P", "-X", "-D", "-S", "now-30days", "--name", name, "-o", "JobID,State,Reason"
     )
     starts = Counter[str]()
-    for line in past.stdout.splitlines() if past.returncode == 0 else ():
+    for line in accounting.stdout.splitlines() if accounting.returncode == 0 else ():
         job, state, reason = (*line.split("|"), "", "")[:3]
         starts[job] += 1
         task = Task(job, state.partition(" ")[0], reason, starts[job] - 1)
         known.pop(job, None)
-        if not task.live:  # the others, and arrays that are not yet split ("12_[0-3]"), squeue knows
+        if not task.live:  # squeue has the live ones, with arrays that are not yet split ("12_[0-3]")
             known[job] = task
-    for line in asked.stdout.splitlines():
+    for line in queue.stdout.splitlines():
         job, number, state, reason, restarts = (part.strip() for part in line.split("|")[:5])
         known[f"{job}_{number}"] = Task(f"{job}_{number}", state, reason, int(restarts or 0))
     return list(known.values())
 
 
 def job_name(root: Path, make: bool = True) -> str | None:
-    """The name of a study's Slurm jobs. It is on disk before the first is submitted, so that they are found
-    whatever became of the command that submitted them. None if there is none and none is to be made."""
+    """The name of a study's Slurm jobs. It is written before the first job is submitted, so that jobs can be
+    listed even if the command that submitted them died. None if there is none and `make` is False."""
     path = root / "slurm" / "name"
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,12 @@ def job_name(root: Path, make: bool = True) -> str | None:
 
 
 def cancel(root: Path, patience: float) -> None:
-    """Have all workers of a study leave: those that wait at once, those that run when their runs are saved,
-    for which they have so many seconds."""
+    """End all workers of a study: pending ones at once, running ones when their runs are saved, for which
+    they have `patience` seconds."""
     if (name := job_name(root, make=False)) is None:
         return
     _end_jobs(name, "--state=PENDING")
-    # To the worker alone, which tells its runs; Slurm itself would kill both after its own short wait.
+    # The signal goes to the worker alone, which stops its runs: Slurm would kill all after a short wait.
     command("scancel", "--me", "--name", name, "--signal=TERM", "--batch")
     end = time.monotonic() + patience
     while (known := tasks(root)) is None or any(task.live for task in known):
@@ -117,18 +117,18 @@ def cancel(root: Path, patience: float) -> None:
 
 
 def _end_jobs(name: str, *which: str) -> None:
-    asked = command("scancel", "--me", "--name", name, *which)
-    if asked.returncode:
-        raise RunError(notice("slurm.refused", command="scancel", error=error_line(asked)), "process")
+    answer = command("scancel", "--me", "--name", name, *which)
+    if answer.returncode:
+        raise RunError(notice("slurm.refused", command="scancel", error=error_line(answer)), "process")
 
 
 def requeue() -> bool:
-    """Ask Slurm to queue the job that this process is again; False where this is none, or Slurm refuses."""
+    """Ask Slurm to queue this process's job again; False if it is not a Slurm job, or Slurm refuses."""
     array, number = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return array is not None and command("scontrol", "requeue", f"{array}_{number}").returncode == 0
 
 
-def error_line(asked: "subprocess.CompletedProcess[str]") -> str:
-    """What Slurm said, in one line."""
-    lines = [line.removeprefix("sbatch: error: ") for line in asked.stderr.splitlines() if line.strip()]
-    return "; ".join(lines) or f"exit code {asked.returncode}"
+def error_line(answer: "subprocess.CompletedProcess[str]") -> str:
+    """Slurm's error message, in one line."""
+    lines = [line.removeprefix("sbatch: error: ") for line in answer.stderr.splitlines() if line.strip()]
+    return "; ".join(lines) or f"exit code {answer.returncode}"

@@ -1,7 +1,7 @@
-"""What takes the place of data, tokenizers and weights that are not at hand: made up, in the right shape.
+"""Made-up data, tokenizers and weights, in the right shape, for those that are not on this machine.
 
 Texts are as long as real ones and their labels can be learned; a tokenizer has the vocabulary size of the one
-it replaces, so that parameter counts are exact. Of a real corpus a sample is taken: a few steps need no more.
+it replaces, so that parameter counts are exact. Of a real corpus a sample is enough for a few steps.
 """
 
 import itertools
@@ -53,13 +53,13 @@ class StandIns:
             self._data[name] = self._write(task, data)
         replaced = {"task.data_dir": self._data[name]}
         task = replace(task, data_dir=str(data))
-        if not at_hand(str(task.tokenizer), "tokenizer.json"):
+        if not available_offline(str(task.tokenizer), "tokenizer.json"):
             task = replace(task, tokenizer=self._tokenizer(str(task.tokenizer), data))
             replaced["task.tokenizer"] = "made-up"
         if self.shrink:
             task, model = replace(task, max_length=SHORT), replace(model, name=SMALL_GPT)
             replaced |= {"task.max_length": str(SHORT), "model.name": "shrunk"}
-        if config.model.name == BERT and (self.shrink or not at_hand(BERT, "model.safetensors")):
+        if config.model.name == BERT and (self.shrink or not available_offline(BERT, "model.safetensors")):
             model = replace(model, name=self._bert())
             replaced.setdefault("model.name", "random weights")
         return replace(config, task=task, model=model), replaced
@@ -80,14 +80,15 @@ class StandIns:
         return "real" if all(files) else "made-up"
 
     def _rows(self, task: Task) -> int:
-        """Training rows: enough for the steps, and for a share that is held out."""
+        """The number of training rows: enough for the steps and for the share that is held out."""
         if not task_kind(task.kind).stream:
             return 400 + round(1.25 * self.steps * LARGEST_BATCH)
         tokens = self.steps * LARGEST_BATCH * (SHORT if self.shrink else 512)
         return round(max(8 / task.held_out, tokens / DOCUMENT_WORDS))
 
     def _make_up(self, task: Task, split: str, rows: int) -> pa.Table:
-        """Texts of made-up words with natural frequencies; every fourth word of a text tells its label."""
+        """Texts of made-up words with natural frequencies; every fourth word of a text depends on its
+        label."""
         draw = np.random.default_rng(len(split))
         syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
         words = ["".join(parts) for n in (1, 2, 3) for parts in itertools.product(syllables, repeat=n)][
@@ -136,7 +137,7 @@ class StandIns:
         return str(folder)
 
 
-def at_hand(name: str, file: str) -> bool:
+def available_offline(name: str, file: str) -> bool:
     """Whether a tokenizer or a model, of which this is one file, can be loaded without a network."""
     root = os.environ.get("OELM_TOKENIZER_DIR")
     own = file == "tokenizer.json" and root and (Path(root) / name).is_dir()

@@ -1,9 +1,9 @@
-"""How far a comparison can be trusted: functions from scores to small frozen records of numbers.
+"""Statistics of paired scores: intervals, Holm's correction, bootstrap estimates, learning-rate robustness.
 
 The design is paired: with one seed two methods see the same data in the same order and share their initial
 values, so the difference within a seed is tested. Random procedures start from one fixed seed: the same
-numbers give the same result. Values that do not vary have no interval (`None`), as no variation in a few runs
-is no proof of certainty. What decides a comparison is in `oelm.study.two_way` and `oelm.study.decide`.
+numbers give the same result. Values that do not vary have no interval (`None`), as equal values in a few runs
+do not prove certainty. What decides a comparison is in `oelm.study.two_way` and `oelm.study.decide`.
 """
 
 import math
@@ -38,12 +38,12 @@ def constant(values: Array) -> bool:
     return bool(np.ptp(values) <= max(1e-9 * np.abs(values).max(), ROUNDING))
 
 
-def widened(n: int, groups: int = 1) -> float:
+def widened_level(n: int, groups: int = 1) -> float:
     """The level at which a bootstrap of a mean of n values (in each group) covers 95 %.
 
-    A bootstrap divides by n for n - 1 and has no notion of t: at n = 20 its 95 % interval covers 93 %, at
-    n = 5 in each of 5 groups 91 %. This level makes it as wide as a t interval for normal values
-    (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+    A bootstrap divides by n instead of n - 1 and uses normal instead of t quantiles: at n = 20 its 95 %
+    interval covers 93 %, at n = 5 in each of 5 groups 91 %. This level makes it as wide as a t interval for
+    normal values (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
     """
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, groups * (n - 1))
     return float(1 - 2 * stats.norm.sf(math.sqrt(n / (n - 1)) * quantile))
@@ -74,7 +74,7 @@ def interval(values: Any) -> Interval:
 
 def holm(p_values: Sequence[float | None], missing: int = 0) -> list[float | None]:
     """Holm-adjusted p values of one family, in the order given. None, a comparison that could not be tested,
-    stays None and counts as p = 1, and so do `missing` further ones: they make no other look better."""
+    stays None and counts as p = 1, as do `missing` further ones, so that they do not lower the others' p."""
     family = np.array([1.0 if p is None else p for p in p_values] + [1.0] * missing)
     # statsmodels has this too, but collects garbage at each call: half a second with torch loaded.
     order = np.argsort(family)
@@ -96,7 +96,7 @@ class Estimate:
 def interquartile_mean(tasks: Sequence[Any], resamples: int = 2000) -> Estimate:
     """The mean of the middle half of all runs of all tasks (Agarwal et al. 2021); one row of runs per task.
     Scores must be on one scale. The interval is a percentile bootstrap that draws runs within each task,
-    `widened` for few runs."""
+    `widened_level` for few runs."""
     rows = [finite("scores", row) for row in tasks]
     rng = np.random.default_rng(SEED)
     drawn = [row[rng.integers(len(row), size=(resamples, len(row)))] for row in rows]
@@ -110,8 +110,8 @@ def probability_of_improvement(
 ) -> Estimate:
     """How likely a run of X scores above a run of Y on the same task, averaged over tasks; ties are half.
 
-    One row of runs per task; the numbers of runs may differ. The interval, `widened` for few runs, draws
-    runs within each task, those of X apart from those of Y (as Agarwal et al. 2021 do).
+    One row of runs per task; the numbers of runs may differ. The interval, `widened_level` for few runs,
+    draws runs within each task, those of X apart from those of Y (as Agarwal et al. 2021 do).
     """
     tasks = [(finite("scores", x), finite("scores", y)) for x, y in zip(scores_x, scores_y, strict=True)]
     rng = np.random.default_rng(SEED)
@@ -129,7 +129,7 @@ def _estimate(value: Any, bootstrapped: Array, sizes: Sequence[int]) -> Estimate
     # A task with one run would count as if its score were known exactly.
     if min(sizes) < 2 or constant(bootstrapped):
         return Estimate(float(value), None, None)
-    level = widened(min(sizes), len(sizes))
+    level = widened_level(min(sizes), len(sizes))
     low, high = np.quantile(bootstrapped, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(value), float(low), float(high))
 
@@ -153,8 +153,8 @@ def area_under_curve(steps: Any, values: Any) -> float:
 
 @dataclass(frozen=True)
 class Robustness:
-    """The best learning rate of a grid, the range around it that is nearly as good, and what 3 times the
-    best one loses: `lost`, None if it is not known, and then `lost_unknown` says why: outside_grid or
+    """The best learning rate of a grid, the range around it that is nearly as good, and how much worse 3
+    times the best one is (`lost`). Where `lost` is None, `lost_unknown` is the reason: outside_grid or
     run_failed."""
 
     best_rate: float
@@ -181,20 +181,22 @@ def lr_robustness(
     """
     grid = finite("learning rates", lrs)
     better = 1.0 if larger_is_better else -1.0
-    good = np.array([-math.inf if score is None else better * score for score in scores])
-    best = int(good.argmax())
-    near = good >= good[best] - tolerance - ROUNDING
+    signed_scores = np.array([-math.inf if score is None else better * score for score in scores])
+    best = int(signed_scores.argmax())
+    near = signed_scores >= signed_scores[best] - tolerance - ROUNDING
     first = last = best
     while first > 0 and near[first - 1]:
         first -= 1
     while last + 1 < len(grid) and near[last + 1]:
         last += 1
     low, high = float(grid[first]), float(grid[last])
-    lost, unknown = _lost(grid, good, best)
-    return Robustness(float(grid[best]), float(better * good[best]), low, high, high / low, lost, unknown)
+    lost, unknown = _loss_at_larger_lr(grid, signed_scores, best)
+    return Robustness(
+        float(grid[best]), float(better * signed_scores[best]), low, high, high / low, lost, unknown
+    )
 
 
-def _lost(grid: Array, good: Array, best: int) -> tuple[float | None, str | None]:
+def _loss_at_larger_lr(grid: Array, signed_scores: Array, best: int) -> tuple[float | None, str | None]:
     larger = grid[best] * LARGER_LR
     same = np.flatnonzero(np.isclose(grid, larger, rtol=1e-6, atol=0))  # 3 * 3e-4 is not quite 9e-4
     if same.size:
@@ -204,7 +206,7 @@ def _lost(grid: Array, good: Array, best: int) -> tuple[float | None, str | None
         neighbours = np.array([above - 1, above])
     else:
         return None, "outside_grid"
-    if not np.isfinite(good[neighbours]).all():
+    if not np.isfinite(signed_scores[neighbours]).all():
         return None, "run_failed"
-    there = np.interp(math.log(larger), np.log(grid[neighbours]), good[neighbours])
-    return float(good[best] - there), None
+    score = np.interp(math.log(larger), np.log(grid[neighbours]), signed_scores[neighbours])
+    return float(signed_scores[best] - score), None

@@ -24,8 +24,8 @@ Array = np.ndarray
 class Overall:
     """A mean difference with its interval over seeds and items; without variation there is no interval.
 
-    `seed_variance` is what one more seed averages out (its own effect and its noise on these items);
-    `item_variance` is that of the mean over these items, whatever the number of seeds.
+    `seed_variance` is the part of the variance that is divided by the number of seeds (a seed's own effect
+    and its noise on these items); `item_variance` remains with any number of seeds.
     """
 
     seeds: int
@@ -53,7 +53,7 @@ class Overall:
         return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.df))
 
     def half_width(self, seeds: float = math.inf) -> float:
-        """Half of the 95 % interval that so many seeds on these items would give, about."""
+        """The approximate half-width of the interval with so many seeds on the same items."""
         by_seed, by_item = self.seed_variance / seeds, self.item_variance
         total = by_seed**2 / max(1.0, seeds - 1) + by_item**2 / (self.items - 1)
         df = (by_seed + by_item) ** 2 / total if total else 1.0
@@ -61,15 +61,15 @@ class Overall:
 
 
 def by_items(differences: Array, sizes: Any = None) -> Interval:
-    """The same mean with an interval over the items alone: these seeds, other test items."""
+    """The mean difference with an interval over the items alone, as if the seeds were fixed."""
     table = _weighted(differences, sizes)
     return interval(table.mean(axis=0))
 
 
 def _weighted(table: Array, sizes: Any) -> Array:
-    """A table whose plain mean and its variance are those of the mean weighted by size.
+    """A table whose plain mean, and the variance of that mean, are those of the mean weighted by size.
 
-    Sizes are drawn with the items: each pulls the mean by its size times its distance from it.
+    Sizes are random as the items are: an item moves the mean by its size times its distance from the mean.
     """
     weights = np.ones(table.shape[1]) if sizes is None else np.asarray(sizes, dtype=np.float64)
     weights = weights / weights.mean()
@@ -91,9 +91,9 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
     mean = float(table.mean())
     by_seed, by_item = table.mean(axis=1), table.mean(axis=0)
     rest = table - by_seed[:, None] - by_item + mean
-    nothing = Overall(seeds, items, mean, None, None, 0.0, 0.0, level, None, None, None)
+    no_interval = Overall(seeds, items, mean, None, None, 0.0, 0.0, level, None, None, None)
     if seeds < 2 or items < 2:
-        return nothing
+        return no_interval
     ms_seed = items * float(((by_seed - mean) ** 2).sum()) / (seeds - 1)
     ms_item = seeds * float(((by_item - mean) ** 2).sum()) / (items - 1)
     ms_rest = float((rest**2).sum()) / ((seeds - 1) * (items - 1))
@@ -105,7 +105,7 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
         total = sum(square / degrees for square, degrees in parts)
         df = (ms_seed + ms_item - ms_rest) ** 2 / total if total else 1.0
     if variance <= max(1e-9 * abs(mean), 1e-12) ** 2:
-        return replace(nothing, low=0.0, high=0.0, p=1.0) if abs(mean) < 1e-12 else nothing
+        return replace(no_interval, low=0.0, high=0.0, p=1.0) if abs(mean) < 1e-12 else no_interval
     error = math.sqrt(variance)
     half = float(stats.t.ppf((1 + level) / 2, df)) * error
     item_variance = max(0.0, ms_item - ms_rest) / (seeds * items)
@@ -116,30 +116,31 @@ def overall(differences: Any, sizes: Any = None, level: float = 0.95) -> Overall
 
 
 def envelope_half_width(tables: Sequence[Overall], seeds: float = math.inf) -> float:
-    """Half of what the intervals that so many seeds would give cover together, about."""
+    """The approximate half-width of the range that covers the intervals of all tables with so many seeds."""
     widths = [(one.mean, one.half_width(seeds)) for one in tables]
     return (max(mean + wide for mean, wide in widths) - min(mean - wide for mean, wide in widths)) / 2
 
 
 def seeds_needed(tables: Sequence[Overall], half_width: float) -> int | None:
-    """The fewest seeds, up to 1,000, whose 95 % intervals together are at most that wide to each side; None
-    if no such number is enough."""
+    """The fewest seeds, up to 1,000, with which `envelope_half_width` is at most `half_width`; None if no
+    such number is enough."""
     if envelope_half_width(tables) > half_width:
         return None
     return next((n for n in range(2, 1001) if envelope_half_width(tables, n) <= half_width), None)
 
 
 def half_width_of_answers(disagree: float, seeds: int, items: int, level: float) -> tuple[float, float]:
-    """Half of the interval of a difference in accuracy, in points, when only the share of test items on which
-    two runs disagree is known: at best (pure chance) and at worst (always the same items)."""
+    """The half-width of the interval of a difference in accuracy, in points, when only the share of test
+    items on which two runs disagree is known: at best (other items for each seed) and at worst (always the
+    same items)."""
     error = 100 * math.sqrt(disagree / items)
     wide = float(stats.t.ppf((1 + level) / 2, items - 1)) * error
     return wide / math.sqrt(seeds), wide
 
 
 def seeds_for_noise(noise: float, seeds: int, half_width: float, level: float) -> tuple[float, int | None]:
-    """Half of the interval over so many seeds of runs with this standard deviation, and the seeds, below
-    1,000, that would make it `half_width`."""
+    """The half-width of the interval over so many seeds of runs with this standard deviation, and the fewest
+    seeds, below 1,000, that reduce it to `half_width`; None if there is no such number."""
 
     def width(n: int) -> float:
         return float(stats.t.ppf((1 + level) / 2, n - 1)) * noise * math.sqrt(2 / n)

@@ -1,4 +1,4 @@
-"""`oelm work`: take runs of a study from its shared folder, train them on this machine, give them back."""
+"""`oelm work`: claim runs of a study in its shared folder, train them on this machine, return the results."""
 
 import contextlib
 import errno
@@ -19,19 +19,19 @@ from oelm.study.folder import StudyFolder, set_aside
 from oelm.study.launchers.interface import EndedRun, RunJob
 from oelm.study.launchers.local import LocalLauncher
 from oelm.study.records import read_record
-from oelm.study.run_claims import BEATS, MOST_LOST, Claim, Queue, may_pass
+from oelm.study.run_claims import BEATS, MOST_LOST, Claim, Queue, is_transient
 from oelm.system.messages import notice
 from oelm.system.version import NUMERICS, NUMERICS_OTHERS
 from oelm.training.parallel import process_state
 from oelm.training.stopping import Stop, stopping
 
-STOP_PATIENCE = 100.0  # seconds for runs to save when the worker is told to stop, unless it is told how many
+STOP_PATIENCE = 100.0  # seconds for runs to save when the worker is asked to stop, unless given
 # Keys of the [study] table that say how a worker makes runs; they travel with each job.
 WORKER_KEYS = ("jobs", "threads", "memory_gb", "gpus_per_run")
 
 
 def job_values(job: RunJob, table: StudyConfig, memory_bytes: float, root: Path) -> dict[str, Any]:
-    """A run as a worker on any machine can read it."""
+    """The JSON values of a run from which a worker on any machine can train it."""
     return {
         "config": job.config.to_dict(),
         "dataset": str(job.dataset.absolute()),
@@ -51,7 +51,7 @@ def worker_name() -> str:
 
 
 def has_result(folder: Path) -> bool:
-    """Whether the study can use what is there: a result, or that the run must take the plain path."""
+    """Whether the folder has a record that the study can use: a result, or a failure of the fast path."""
     with contextlib.suppress(UserError):
         record = read_record(folder) if folder.exists() else None
         return record is not None and (record.evaluated or record.fell_back)
@@ -72,47 +72,47 @@ class Worker:
     failing: float | None = None  # since when the shared storage fails
 
     def run(self, stop: Stop, idle: float | None) -> None:
-        """Train runs until the study is finished, it is cancelled, `stop` says so, or there was nothing to do
-        for `idle` seconds."""
-        busy, told = time.monotonic(), False
+        """Train runs until the study is finished or cancelled, `stop` has a reason, or there was nothing to
+        do for `idle` seconds."""
+        busy, announced = time.monotonic(), False
         try:
             while not self._finished():
                 try:
-                    self._turn(stop)
+                    self._work_once(stop)
                     self.failing = None
                 except OSError as error:
-                    self._bear(error)
+                    self._wait_for_storage(error)
                 if self.claims:
-                    busy, told = time.monotonic(), False
+                    busy, announced = time.monotonic(), False
                 waited = time.monotonic() - busy
                 if idle is None or waited <= idle:
                     continue
-                if self._nothing_left(waited):
+                if self._may_leave(waited):
                     self.say(f"nothing to do for {waited:.0f} s; leaving")
                     return
-                if not told:
+                if not announced:
                     most = f"{2 * self.queue.expires:.0f} s (twice --expires)"
                     self.say(
                         f"nothing to do for {waited:.0f} s; others train, and one of their runs may come "
                         f"free: leaving after {most}"
                     )
-                    told = True
+                    announced = True
             self.say("the study is finished")
         finally:
-            self._leave()
+            self._release_all()
 
     def _finished(self) -> bool:
         with contextlib.suppress(OSError):
             return self.queue.finished.exists()
         return False
 
-    def _nothing_left(self, waited: float) -> bool:
-        # A run that another worker has may come free: whether that one lives is seen only in time.
+    def _may_leave(self, waited: float) -> bool:
+        # A run of another worker may become free: its claim expires only after a while.
         with contextlib.suppress(OSError):
             return waited > 2 * self.queue.expires or not self.queue.names()
         return False
 
-    def _turn(self, stop: Stop) -> None:
+    def _work_once(self, stop: Stop) -> None:
         if (self.root / "cancel").exists():
             stop.reason = notice("stop.cancelled")
         if stop.reason is not None:
@@ -125,16 +125,16 @@ class Worker:
             self._ended(ended, stopping=False)
         self._beat()
 
-    def _bear(self, error: OSError) -> None:
-        """Go on although the storage fails, for as long as others wait for a sign of life."""
+    def _wait_for_storage(self, error: OSError) -> None:
+        """Go on although the storage fails, until this worker's claims would expire; then raise the error."""
         self.failing = self.failing or time.monotonic()
-        if not may_pass(error) or time.monotonic() - self.failing > self.queue.expires:
+        if not is_transient(error) or time.monotonic() - self.failing > self.queue.expires:
             raise error
         time.sleep(0.5)
         self._beat()
 
-    def _leave(self) -> None:
-        """End what is being trained; only then may others have the runs."""
+    def _release_all(self) -> None:
+        """Kill what is still being trained, and only then release the runs to other workers."""
         if self.launcher is not None:
             self.launcher.close()
         for claim, _ in self.claims.values():
@@ -151,27 +151,27 @@ class Worker:
 
     def _start(self, claim: Claim) -> None:
         try:
-            self._begin(claim)
-        except (UserError, OSError):  # another machine may be able to
+            self._prepare_run(claim)
+        except (UserError, OSError):  # another machine may be able to train it
             self.claims.pop(claim.work, None)
             claim.end("released")
             raise
 
-    def _begin(self, claim: Claim) -> None:
+    def _prepare_run(self, claim: Claim) -> None:
         values = self.queue.read(claim.name)
         if values is None:
             self._end(claim, {"kind": "disk", "reason": notice("run.no_job").to_dict()})
             return
         self._check(values)
         folder = self.root / values["folder"]
-        # In this order: an earlier worker that wakes up now has handed its folder over before, or cannot.
-        self.queue.bring_work(claim)
-        if has_result(folder):  # it was made twice, and counts once
+        # Moved before the result is looked for: after it, an earlier worker can no longer hand over a result.
+        self.queue.move_work_folder(claim)
+        if has_result(folder):  # another worker has finished the run
             self._end(claim, None)
             shutil.rmtree(claim.work, ignore_errors=True)
             return
         self.claims[claim.work] = (claim, folder)
-        if has_result(claim.work):  # its worker died before it could hand it over
+        if has_result(claim.work):  # the last worker died before it could hand the result over
             self._publish(claim.work)
         elif claim.lost >= MOST_LOST:
             del self.claims[claim.work]
@@ -196,7 +196,7 @@ class Worker:
             claim.end("released")
 
     def _check(self, values: dict[str, Any]) -> None:
-        """Refuse to train on a machine where the run would not be the same run."""
+        """Refuse to train on a machine that would not compute the same run."""
         if values["numerics"] != [NUMERICS, NUMERICS_OTHERS]:
             raise UserError(
                 f"this machine's oelm has other arithmetic (numerics {NUMERICS}, {NUMERICS_OTHERS}) than the "
@@ -215,24 +215,24 @@ class Worker:
             )
 
     def _beat(self) -> None:
-        """Renew the claims that are due."""
+        """Write the heartbeats that are due, and abandon runs that another worker has taken."""
         for work, (claim, folder) in list(self.claims.items()):
-            silent = self.queue.clock() - claim.beaten
+            silent = self.queue.clock() - claim.renewed
             if silent < self.queue.expires / BEATS:
                 continue
             try:
-                mine = claim.beat()
+                still_claimed = claim.beat()
             except OSError as error:
-                if not may_pass(error):
+                if not is_transient(error):
                     raise
-                mine = silent < self.queue.expires
-            if not mine:
-                self._lose(work, folder)
+                still_claimed = silent < self.queue.expires
+            if not still_claimed:
+                self._abandon(work, folder)
 
     def _ended(self, ended: EndedRun, stopping: bool) -> None:
         try:
             self._hand_over(ended, stopping)
-        except OSError:  # whoever takes the run next finds what it left
+        except OSError:  # the next worker finds the run's folder
             if ended.folder in self.claims:
                 self.claims.pop(ended.folder)[0].end("released")
             raise
@@ -244,20 +244,20 @@ class Worker:
             return
         del self.claims[ended.folder]
         name = folder.relative_to(self.root / "runs")
-        reason = ended.reason or ended.told
+        reason = ended.reason or ended.full_reason
         if stopping or ended.crowded or reason.code == "run.exit_stopped":  # it has saved a checkpoint
             self.say(f"gives back {name}: {reason}")
             claim.end("released")
             return
-        reason = ended.told
+        reason = ended.full_reason
         self.say(f"{name} failed: {reason}")
         self._end(claim, {"kind": ended.kind, "reason": reason.to_dict()})
 
     def _publish(self, work: Path) -> None:
-        """Give a run that has a result its place in the study, unless another worker has done so."""
+        """Move a run that has a result into the study, unless another worker has done so."""
         claim, folder = self.claims.pop(work)
         if not claim.end("finished"):
-            self._lose(work, folder)
+            self._abandon(work, folder)
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -268,7 +268,8 @@ class Worker:
         self.queue.close_job(claim, None)
 
     def _move(self, work: Path, folder: Path) -> None:
-        """Move a result to its place, where one that is there already counts; anything else makes room."""
+        """Move a result to its folder in the study. A result that is there already counts; anything else is
+        set aside."""
         try:
             work.rename(folder)
         except OSError as error:
@@ -284,15 +285,15 @@ class Worker:
         if claim.end("finished"):
             self.queue.close_job(claim, answer)
 
-    def _lose(self, work: Path, folder: Path) -> None:
-        """Another worker has taken the run over: stop at once. The folder stays: it may be about to move."""
+    def _abandon(self, work: Path, folder: Path) -> None:
+        """Stop a run that another worker has taken over. Its folder is left: the other worker moves it."""
         self.claims.pop(work, None)
         if self.launcher is not None:
             self.launcher.drop(work)
         self.say(f"lost {folder.relative_to(self.root / 'runs')} to another worker: no sign of life in time")
 
     def _stop_runs(self) -> None:
-        """Have every run save a checkpoint, and give it back."""
+        """Ask every run to save a checkpoint, and release it."""
         if self.launcher is None:
             return
         self.launcher.stop()

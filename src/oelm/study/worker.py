@@ -1,8 +1,8 @@
 """A process that trains one run after another: importing torch once serves many runs.
 
-Jobs come as lines of JSON on standard input, answers go as lines of JSON to standard output. When the
-process that gives the jobs is gone, so is this one, and the processes of a run end with the one that launched
-them: a run is never trained by two at once.
+Jobs come as lines of JSON on standard input, answers go as lines of JSON to standard output. This process
+ends when the one that gives the jobs is gone, and the processes of a run end with the one that launched them,
+so that a run is never trained twice at once.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from oelm.errors import REQUEUE, AuditError, FolderInUse, Interrupted, RunError,
 from oelm.system.files import write_json
 from oelm.system.messages import notice, read_notice
 from oelm.system.plugins import load_plugins
-from oelm.system.terminal import answers_alone
+from oelm.system.terminal import reserve_stdout
 from oelm.training.failure import failure_kind, reason_of
 from oelm.training.loop import train
 
-LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to let go of a run's folder
+LOCK_PATIENCE = 20.0  # seconds for a killed predecessor to release the lock of a run's folder
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     except Interrupted as reason:
         return {"status": "interrupted", "reason": reason.notice.to_dict()}
     except Exception as error:
-        if not isinstance(error, RunError | UserError | AuditError):  # nobody foresaw it
+        if not isinstance(error, RunError | UserError | AuditError):  # unexpected: keep the traceback
             with contextlib.suppress(OSError):  # the log may lie on a disk that is full
                 traceback.print_exc()
         return {"status": "failed", "kind": failure_kind(error), "reason": reason_of(error).to_dict()}
@@ -58,7 +58,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(job: dict[str, Any]) -> None:
-    if job["gpu"] and not torch.cuda.is_available():  # torch would train on the CPU without a word
+    if job["gpu"] and not torch.cuda.is_available():  # torch would train on the CPU without a warning
         raise RunError(notice("run.no_gpu"), "device")
     config = rebuild_config(job["config"])
     load_plugins(config.plugins)
@@ -77,8 +77,8 @@ def _train(job: dict[str, Any]) -> None:
 
 
 def _launch(job: dict[str, Any]) -> None:
-    """One run as several processes; each leaves its answer beside the job."""
-    told = False
+    """Train one run as several processes; each writes its answer beside the job's file."""
+    terminated = False
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.json")
         file.write_text(json.dumps(job | {"launched_by": os.getpid()}), encoding="utf-8")
@@ -87,8 +87,8 @@ def _launch(job: dict[str, Any]) -> None:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
         def stop(*_: Any) -> None:
-            nonlocal told
-            told = True
+            nonlocal terminated
+            terminated = True
             process.terminate()
 
         previous = signal.signal(signal.SIGTERM, stop)
@@ -99,10 +99,10 @@ def _launch(job: dict[str, Any]) -> None:
         answers = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("answer-*")]
     if code == 0:
         return
-    if told:
+    if terminated:
         raise Interrupted(notice("stop.signal", signal="SIGTERM"))
     failed = [answer for answer in answers if answer["status"] == "failed"]
-    # Processes that wait for one that failed end too, with whatever their library says of it.
+    # Processes that wait for a failed one end too, with their library's error: the first cause sorts first.
     failed.sort(key=lambda answer: answer["kind"] in ("software", "process"))
     if failed:
         raise RunError(read_notice(failed[0]["reason"]), failed[0]["kind"])
@@ -137,7 +137,7 @@ def main() -> None:
         write_json(job.with_name(f"answer-{os.environ['RANK']}"), answer)
         sys.exit({"completed": 0, "interrupted": REQUEUE}.get(answer["status"], 1))
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
-    answers = answers_alone()
+    answers = reserve_stdout()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     while True:
         answer = run(jobs.get())

@@ -1,4 +1,5 @@
-"""Files: written completely or not at all (beside, synced, renamed), read safely, locked, named."""
+"""Files: written completely or not at all (a synced temporary file is renamed), read safely, locked,
+named."""
 
 import contextlib
 import errno
@@ -16,7 +17,7 @@ from oelm.errors import UserError
 from oelm.system.library_errors import first_line, is_out_of_memory
 from oelm.system.messages import notice
 
-LONGEST_NAME = 200  # bytes of a new name; file systems have 255, and what is being written has a longer one
+LONGEST_NAME = 200  # bytes of a new name; file systems allow 255, and temporary names are longer
 
 
 @contextlib.contextmanager
@@ -45,8 +46,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_file(path: Path, follow: bool = True, most: int = 1 << 28) -> bytes:
-    """The bytes of a regular file. Pipes and devices, which may never end, are refused, with `follow=False`
-    links too. Raises FileNotFoundError, or UserError for all other reasons."""
+    """The bytes of a regular file. Pipes and devices, which may never end, are refused; so are links with
+    `follow=False`. Raises FileNotFoundError, or UserError for every other reason."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         with open(handle, "rb") as file:
@@ -127,10 +128,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
-    """Lock a file as long as the returned file is open; the system unlocks it when the process dies.
+    """Lock a file for as long as the returned file is open; the system unlocks it when the process dies.
 
-    Without `wait`, raises BlockingIOError where another process holds the lock. Only a regular file is
-    locked: opening a link could open, or create, a file that is not ours.
+    Without `wait`, raises BlockingIOError if another process holds the lock. Only a regular file is locked:
+    opening a link could open, or create, another user's file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     no_lock = UserError(f"{path} is a link or a special file where a lock was expected; delete it")
@@ -143,7 +144,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
             raise no_lock
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BaseException as error:
-        # Go on where the file system, such as some NFS, has no locks: a study's workers do not need them.
+        # Continue if the file system, such as some NFS, has no locks: a study's workers do not need them.
         if getattr(error, "errno", None) not in (errno.ENOLCK, errno.EOPNOTSUPP):
             file.close()
             raise
@@ -152,9 +153,9 @@ def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
 
 @contextlib.contextmanager
 def folder_beside(final: Path) -> Iterator[Path]:
-    """A new folder beside `final`, to be filled and renamed, and deleted if it was not renamed.
+    """A new folder beside `final` to write into; the caller renames it, otherwise it is deleted.
 
-    It is locked while in use; what a killed process left is not locked and is deleted here.
+    It is locked while in use. Folders that killed processes left are not locked, and are deleted here.
     """
     prefix, suffix = f".{final.name}.oelm-", ".part"
     for path in final.parent.iterdir():
@@ -165,7 +166,7 @@ def folder_beside(final: Path) -> Iterator[Path]:
     beside.mkdir()
     try:
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a file system without locks: then leftovers stay
+            with contextlib.suppress(OSError):  # on a file system without locks, leftovers stay
                 stack.enter_context(locked_folder(beside))
             yield beside
     finally:
@@ -174,7 +175,7 @@ def folder_beside(final: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_folder(path: Path, wait: bool = False) -> Iterator[None]:
-    """As `lock_file`, without leaving a file."""
+    """As `lock_file`, on the folder itself, so that no lock file is left."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -184,12 +185,12 @@ def locked_folder(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 def cache_dir(folder: str | Path | None = None) -> Path:
-    """Where prepared data is kept: the folder given, OELM_CACHE_DIR, or ~/.cache/oelm."""
+    """The folder of prepared data: `folder`, else OELM_CACHE_DIR, else ~/.cache/oelm."""
     return Path(folder or os.environ.get("OELM_CACHE_DIR") or Path.home() / ".cache" / "oelm")
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name of a new file or folder that no record, report or file system could hold."""
+    """Refuse a name of a new file or folder that is not UTF-8 or is too long for file systems."""
     try:
         lengths = [len(part.encode("utf-8")) for part in path.parts]
     except UnicodeEncodeError:
@@ -199,6 +200,6 @@ def check_name(path: Path) -> None:
 
 
 def folder_name(name: str, most: int, also: str = "-_") -> str:
-    """A folder's name made from any text: letters, digits and the characters of `also`, "-" for others."""
-    made = "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most]
-    return made.strip(".") or "-"
+    """A folder's name from any text: letters, digits and the characters of `also` stay, others become "-"."""
+    safe = "".join(letter if letter.isalnum() or letter in also else "-" for letter in name)[:most]
+    return safe.strip(".") or "-"

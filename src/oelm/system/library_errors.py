@@ -1,6 +1,6 @@
-"""What other libraries' errors mean, where they have no class or code of their own for it.
+"""The meaning of other libraries' errors that have no class or code of their own.
 
-The one place that looks into their texts; tests provoke the real errors.
+Only this module reads their texts; tests provoke the real errors.
 """
 
 import errno
@@ -8,13 +8,13 @@ import errno
 _OUT_OF_MEMORY = (
     "not enough memory", "can't allocate memory",  # PyTorch on a CPU
     "out of memory",  # CUDA, where it is not torch.OutOfMemoryError
-    "cannot allocate memory", "failed to map segment",  # the system; a library that is loaded when needed
+    "cannot allocate memory", "failed to map segment",  # the system; loading a shared library
     "bad_alloc",  # C++: safetensors, tokenizers
 )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice (a limit such as `ulimit -v` counts), however a library says so."""
+    """Whether memory did not suffice (also under a limit such as `ulimit -v`), in any library's wording."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     return isinstance(error, Exception) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
@@ -31,6 +31,6 @@ def wants_remote_code(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: what libraries add below it is for their own users."""
+    """An error in one line, without the advice that libraries append for their own users."""
     first, *more = (str(error).strip() or type(error).__name__).splitlines()
     return (f"{first} {more[0].strip()}" if more and first.endswith(":") else first)[:400]

@@ -1,6 +1,6 @@
-"""Warnings and failures as codes with values; their sentences, in every language, stand in messages.toml.
+"""Warnings and failures as codes with values; their sentences, in every language, are in messages.toml.
 
-Records store the code and the values. A sentence is made where someone reads it, in their language.
+Records store the code and the values. The sentence is made when it is shown, in the reader's language.
 """
 
 import tomllib
@@ -18,9 +18,9 @@ MOST = 12  # entries of a list that a sentence names; the rest is counted
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing to tell: `code` is a key of messages.toml, `values` (plain JSON, or notices) fill it in.
+    """One message: `code` is a key of messages.toml, `values` (plain JSON, or notices) fill in its sentence.
 
-    A text that has no code, such as another library's or that of an old record, is Notice("text").
+    A text without a code, such as another library's or an old record's, is Notice("text", {"text": ...}).
     """
 
     code: str
@@ -35,7 +35,7 @@ class Notice:
 
 
 class Span(NamedTuple):
-    """The range of a value over several notices that are told as one."""
+    """The range of a value over several notices that are shown as one."""
 
     low: float
     high: float
@@ -46,7 +46,8 @@ def notice(code: str, /, **values: Any) -> Notice:
 
 
 def read_notice(value: Any) -> Notice:
-    """A notice from JSON; whatever is none, such as the warnings of old records, is shown as it is."""
+    """A notice from JSON; any other value, such as a warning of an old record, becomes a text without a
+    code."""
     match value:
         case Notice():
             return value
@@ -61,14 +62,14 @@ def _inner(value: Any) -> Any:
     return read_notice(value) if isinstance(value, dict) else value
 
 
-def text_of(told: Notice, language: str = "en") -> str:
-    """The sentence; a record of another version, whose code or values are unknown here, is shown raw."""
-    if told.code == "text":
-        return str(told.values.get("text"))
+def text_of(entry: Notice, language: str = "en") -> str:
+    """The sentence of a notice. A code or values that this version does not know are shown raw."""
+    if entry.code == "text":
+        return str(entry.values.get("text"))
     try:
-        return fill(sentences()[told.code][language], told.values, language)
+        return fill(sentences()[entry.code][language], entry.values, language)
     except (LookupError, ValueError, TypeError):
-        return f"{told.code} ({', '.join(f'{key}: {value}' for key, value in told.values.items())})"
+        return f"{entry.code} ({', '.join(f'{key}: {value}' for key, value in entry.values.items())})"
 
 
 @cache
@@ -95,8 +96,8 @@ def fill(template: str, values: Mapping[str, Any], language: str) -> str:
 
 
 class _Sentence(Formatter):
-    """Python's format language, and three things more: `{count:row|rows}` gives "1 row" or "1,234 rows",
-    `{split:split}` the word of that section of messages.toml, and lists are joined."""
+    """Python's format language with three additions: `{count:row|rows}` gives "1 row" or "1,234 rows",
+    `{split:split}` the value's word in that section of messages.toml, and lists are joined."""
 
     def __init__(self, language: str) -> None:
         self.language = language
@@ -124,8 +125,8 @@ class _Sentence(Formatter):
         return text.replace("e-0", "e-")  # a learning rate of 3e-5, not 3e-05
 
     def _join(self, entries: list[Any] | tuple[Any, ...], spec: str) -> str:
-        told = any(isinstance(entry, Notice) for entry in entries)  # these may hold commas
-        between = self._word("list.semicolon" if told else "list.comma")
+        has_notices = any(isinstance(entry, Notice) for entry in entries)  # these may contain commas
+        between = self._word("list.semicolon" if has_notices else "list.comma")
         texts = (
             named(entry) if isinstance(entry, str) and not spec else self.format_field(entry, spec)
             for entry in entries[:MOST]

@@ -1,4 +1,4 @@
-"""One line of output in a notebook that is written anew, as a progress bar is in a terminal."""
+"""A line of output in a notebook that is updated in place, as a progress bar in a terminal."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ PAUSE = 0.25  # seconds between two updates
 
 
 class NotebookLine:
-    """A line below the cell, from its first `show` on."""
+    """A line below the cell, which appears with the first `show`."""
 
     def __init__(self) -> None:
         self.shown, self.latest, self.last = "", "", 0.0
@@ -20,7 +20,7 @@ class NotebookLine:
             self._write()
 
     def close(self) -> None:
-        """Leave the latest text."""
+        """Show the latest text, which stays."""
         if self.latest != self.shown:
             self._write()
 
@@ -36,7 +36,7 @@ class NotebookLine:
 
 
 def notebook_line() -> NotebookLine | None:
-    """A line of its own where this process is a notebook's kernel."""
+    """A new line if this process is a notebook's kernel, else None."""
     if "ipykernel" not in sys.modules:
         return None
     from IPython import get_ipython

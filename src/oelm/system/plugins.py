@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 class Registry(UserDict[str, T]):
-    """What there is of one sort, by name. A built-in entry may be written "module:attribute": it is imported
-    when it is first used. A name that is not there is looked for in the installed plugins."""
+    """The entries of one kind, such as methods, by name. A built-in entry may be written "module:attribute",
+    which is imported when it is first used. On an unknown name the installed plugins are loaded."""
 
     def __init__(self, what: str, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
         self.what = what
 
     def add(self, name: str, entry: T) -> None:
-        """Add an entry of a plugin; a name that is taken is an error."""
+        """Add a plugin's entry; UserError if the name is taken."""
         if name in self.data:
             raise UserError(
                 f"there is a {self.what} {name!r} already; a plugin must give its own another name"
@@ -35,7 +35,7 @@ class Registry(UserDict[str, T]):
         self[name] = entry
 
     def find(self, name: str) -> T:
-        """The entry of that name; a name that does not exist is answered with those that do."""
+        """The entry of that name; UserError with the known names if there is none."""
         if name not in self:
             known = ", ".join(self)
             raise UserError(f"unknown {self.what} {name!r}; known: {known}; those of a plugin need --plugin")
@@ -57,18 +57,18 @@ class Registry(UserDict[str, T]):
 
 
 def load_plugins(modules: Iterable[str]) -> None:
-    """Import plugins by the names of their modules, which are installed or lie in the current folder."""
+    """Import plugins by the names of their modules, which are installed or in the current folder."""
     for name in modules:
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # last: it must not hide an installed package
+            sys.path.append(os.getcwd())  # last, so that it does not hide an installed package
         try:
             importlib.import_module(name)
         except UserError as error:
             raise UserError(f"plugin {name!r}: {error}") from None
-        except Exception as error:  # whatever the module does
-            why = " ".join(f"{type(error).__name__}: {error}".split())
+        except Exception as error:  # a plugin's code may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"plugin {name!r} cannot be imported ({why}); a plugin is the name of a module that is "
+                f"plugin {name!r} cannot be imported ({reason}); a plugin is the name of a module that is "
                 "installed, on PYTHONPATH or in the current folder"
             ) from None
 

@@ -1,15 +1,15 @@
-"""The inside of PEFT's adapted layers, as far as this package relies on it. PEFT itself is not imported."""
+"""The internals of PEFT's adapted layers that this package relies on. PEFT itself is not imported."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-BASE_LAYER = "base_layer"  # what an adapted layer calls the projection it adapts
-ADAPTER = "default"  # PEFT's name for the one adapter there is
+BASE_LAYER = "base_layer"  # the attribute of an adapted layer that is the projection it adapts
+ADAPTER = "default"  # PEFT's name for an only adapter
 
 
 def base_layer(module: nn.Module) -> nn.Module | None:
-    """The projection inside an adapted layer; None where the module is not adapted."""
+    """The projection inside an adapted layer; None if the module is not adapted."""
     base = getattr(module, BASE_LAYER, None)
     return base if isinstance(base, nn.Module) else None
 
@@ -19,7 +19,7 @@ def has_lora(module: nn.Module) -> bool:
 
 
 def weight_change(layer: Any) -> Tensor:
-    """What an adapted layer's adapter adds to the weight of its projection."""
+    """The product B A (scaled) by which an adapter changes the weight of its projection, (out, in)."""
     return layer.get_delta_weight(ADAPTER)
 
 
@@ -28,7 +28,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_second_factor(name: str) -> bool:
-    """Whether this is the B of an adapter B A: where it is 0, the adapter changes nothing."""
+    """Whether this is the B of an adapter B A. While B is 0, the adapter changes nothing."""
     return "lora_B." in name
 
 

@@ -31,7 +31,7 @@ def add_all_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """`nn.utils.get_total_norm`, without its grouping and moving where all are alike."""
+    """`nn.utils.get_total_norm`, without its grouping if all tensors have one device and dtype."""
     if len({(tensor.device, tensor.dtype) for tensor in tensors}) != 1:
         return nn.utils.get_total_norm(tensors)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
@@ -45,17 +45,18 @@ def fused_adamw_(
     steps: list[Tensor],
     **settings: Any,
 ) -> None:
-    """Of each weight and its two moments the step of AdamW whose number (from 1) is in `steps`, in place; the
-    settings are lr, beta1, beta2, weight_decay and eps, and perhaps grad_scale, which gradients are divided
-    by."""
+    """A step of AdamW on the weights and their two moments, in place. `steps` are the numbers of the step,
+    from 1; the settings are lr, beta1, beta2, weight_decay and eps, and optionally grad_scale, by which the
+    gradients are divided."""
     tensors: Any = weights, gradients, means, squares, [], steps
     torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, **settings)
 
 
 def end_failed_recording(device: torch.device, pool: Any) -> None:
-    """After a CUDA graph whose recording failed, the allocator and the random number generator of its device
-    go on as if it were still recorded: later recordings into this memory pool fail, and so does dropout. End
-    both. Graphs that were recorded before draw from a generator that nobody seeds any more."""
+    """Reset the allocator and the random number generator of a device after the recording of a CUDA graph
+    failed. They stay in recording mode, in which later recordings into this memory pool fail, and so does
+    dropout. Graphs recorded before are invalid afterwards: the generator they draw from is no longer
+    seeded."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(RuntimeError):  # it had not begun
         torch._C._cuda_endAllocateToPool(index, pool)
@@ -64,17 +65,17 @@ def end_failed_recording(device: torch.device, pool: Any) -> None:
 
 
 def divide_gradients_in_step(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
-    """Have every step of a fused optimizer divide the gradients by `divisor`, float32, as it reads them."""
+    """Make every step of a fused optimizer divide the gradients by `divisor`, float32, as it reads them."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 
 def divisor_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """What a fused optimizer divides the gradients by; None: it does not."""
+    """The divisor of a fused optimizer's gradients; None if they are not divided."""
     return getattr(optimizer, "grad_scale", None)
 
 
 def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    """A flag that is 0 at first. While it is 1, the steps of a fused optimizer change nothing."""
+    """A flag, 0 at first. While it is 1, the steps of a fused optimizer change nothing."""
     if not hasattr(optimizer, "found_inf"):
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
@@ -82,15 +83,15 @@ def fault_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
-    """A copy of a layer with this weight, not trained, in place of its parameters."""
+    """A copy of a layer whose only parameter is this weight, which is not trained."""
     other = copy.copy(module)
     other._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     return other
 
 
 class Undrawn(TorchFunctionMode):
-    """While this lasts, `torch.nn.init` does nothing: the weights of new layers are whatever their memory
-    holds, and torch's generator stays as it was."""
+    """A context in which `torch.nn.init` does nothing: the weights of new layers are uninitialised, and
+    torch's generator does not advance."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":

@@ -1,7 +1,7 @@
 """The private and unstable parts of transformers that this package uses, each behind a function with a test.
 
 What `models/gpt.py` overrides (`_init_weights`, `_no_split_modules`, `_supports_sdpa`, `_tied_weights_keys`,
-`_input_embed_layer`) is how transformers wants a model of one's own to be written.
+`_input_embed_layer`) is transformers' documented interface of a custom model.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def sdpa_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The attention that "sdpa" stands for, and what makes its masks."""
+    """The attention function registered as "sdpa", and the function that makes its masks."""
     return ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
@@ -43,7 +43,8 @@ def is_loaded(parameter: Tensor) -> bool:
 
 
 def mark_initialized(module: nn.Module) -> None:
-    """Let transformers leave a module as it is that was made outside a model's `__init__`."""
+    """Mark a module that was made outside a model's `__init__`, so that transformers does not initialise
+    it."""
     module._is_hf_initialized = True  # type: ignore[assignment]
 
 
@@ -53,24 +54,25 @@ def is_default_causal_lm_loss(function: Callable[..., Any]) -> bool:
 
 
 def initialize_again(model: PreTrainedModel, path: str) -> set[str]:
-    """Start the module at `path` as transformers starts one that a checkpoint lacks.
+    """Initialise the module at `path` as transformers does for a module that a checkpoint lacks.
 
-    Returns the names of its parameters; no other changes.
+    Returns the names of its parameters; no other parameter changes.
     """
     names = {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()}
     for name, parameter in model.named_parameters():
         parameter._is_hf_initialized = name not in names  # type: ignore[attr-defined]
     model._init_weights(model.get_submodule(path))
-    while path:  # some families start a head from the module that holds it
+    while path:  # in some families a parent module initialises the head
         path = path.rpartition(".")[0]
         model._init_weights(model.get_submodule(path))
     return names
 
 
 def hub_file(name: str, file: str, hub: Mapping[str, Any]) -> Path | None:
-    """A checkpoint's file as `from_pretrained` finds it, on the hub or in its cache; None if it has none.
+    """The path of a checkpoint's file, from the hub or its cache as in `from_pretrained`; None if the
+    checkpoint has no such file.
 
-    `hub` holds those arguments of `from_pretrained` that say where the checkpoint is.
+    `hub` has the arguments of `from_pretrained` that locate the checkpoint.
     """
     path = cached_file(
         name, file, **hub,

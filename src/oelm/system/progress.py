@@ -1,5 +1,5 @@
-"""What a user sees of long work: a bar with loss, metric, speed and time left; in a notebook a line that
-changes; elsewhere a line now and then."""
+"""Progress of long work: in a terminal a bar with loss, metric, speed and time left; in a notebook a line
+that is updated; elsewhere a line every QUIET_SECONDS."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from typing import Any
 from oelm.system.notebook import notebook_line
 from oelm.system.terminal import console, say
 
-QUIET_SECONDS = 15.0  # between two lines where there is no terminal
+QUIET_SECONDS = 15.0  # between two lines without a terminal
 
 
 class Display:
-    """Progress on stderr; `show=False` is silent, `total` is None where nobody can know it."""
+    """Progress on stderr; `show=False` is silent, `total` is None if it is not known."""
 
     def __init__(self, label: str, total: int | None, start: int, show: bool, unit: str = "step") -> None:
         self.label, self.total, self.start, self.show, self.unit = label, total, start, show, unit
@@ -22,7 +22,7 @@ class Display:
         self.tokens, self.step = 0, start
         self.latest: dict[str, str] = {}
         self._line = notebook_line() if show else None
-        self._bar: Any = None  # drawn from the first step on: a run that cannot start leaves the screen alone
+        self._bar: Any = None  # made at the first step, so that a run that cannot start draws nothing
 
     def advance(self, step: int, tokens: int = 0) -> None:
         self.tokens, self.step = self.tokens + tokens, step
@@ -31,7 +31,7 @@ class Display:
         self._show(self._rest(), self._text, completed=step)
 
     def _show(self, rest: str, text: Callable[[], str], **bar: Any) -> None:
-        """`rest` beside the bar or, where there is none, the `text` as a line."""
+        """Show `rest` beside the bar or, without a bar, `text` as a line."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], rest=rest, **bar)
         elif self._line is not None:
@@ -43,21 +43,21 @@ class Display:
     def _text(self) -> str:
         done, taken = self.step - self.start, time.monotonic() - self.began
         left = duration(taken / done * (self.total - self.step)) if done and self.total else "?"
-        place = f"{self.label}: {self.unit} {self.step}/{self.total or '?'}"
-        return ", ".join(filter(None, (place, self._rest(), f"{left} left")))
+        position = f"{self.label}: {self.unit} {self.step}/{self.total or '?'}"
+        return ", ".join(filter(None, (position, self._rest(), f"{left} left")))
 
-    def evaluating(self, split: str, done: int, of: int) -> None:
-        """Show how far an evaluation between two steps is."""
-        rest = f"{split}: batch {done}/{of}"
+    def show_evaluation(self, split: str, done: int, total: int) -> None:
+        """Show the progress of an evaluation between two steps, in batches."""
+        rest = f"{split}: batch {done}/{total}"
         self._show(rest, lambda: f"{self.label}: {rest}")
 
-    def watch(self, done: int, of: int) -> None:
-        """Show how far an evaluation without training is."""
-        self.total = of
+    def advance_to(self, done: int, total: int) -> None:
+        """Show the progress of work whose total becomes known with it, such as an evaluation alone."""
+        self.total = total
         self.advance(done)
 
     def note(self, **values: float) -> None:
-        """Numbers shown from now on: loss, a metric."""
+        """Numbers to show from now on, such as the loss and a metric."""
         self.latest |= {name: f"{value:.4g}" for name, value in values.items()}
 
     def say(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Display:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.show:
-            say(text, err=self._line is None)  # a notebook shows what goes to stderr as an error
+            say(text, err=self._line is None)  # a notebook shows stderr as an error
 
     def close(self) -> None:
         if self._bar is not None:

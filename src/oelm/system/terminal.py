@@ -1,4 +1,5 @@
-"""All output goes through here: a label or a file's name must not control the terminal."""
+"""All output of the package, without control characters: a label or file name must not control the
+terminal."""
 
 import errno
 import os
@@ -10,20 +11,21 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Control characters but tab and newline, marks that turn the direction of text, halves of surrogate pairs.
+# Control characters except tab and newline, marks of text direction, halves of surrogate pairs.
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """Text with every character that could control a terminal as `\\u001b`, which means the same in JSON."""
+    """Text with characters that could control a terminal written as `\\u001b`, which is valid in JSON,
+    too."""
     return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def say(text: Any = "", err: bool = False) -> None:
     """Print a line to standard output, or to standard error.
 
-    What goes to standard error only accompanies the work, so a closed pipe or a lost terminal there is no
-    error. Without a reader of standard output (`| head`) there is nothing left to do: the process ends.
+    Standard error only shows progress and warnings, so a closed pipe or a lost terminal there is ignored. If
+    nobody reads standard output any more (`| head`), the process ends with exit code 0.
     """
     stream = sys.stderr if err else sys.stdout
     try:
@@ -37,15 +39,15 @@ def say(text: Any = "", err: bool = False) -> None:
 
 
 def columns(most: int) -> int:
-    """The width of text on standard output: `most`, or less where that is a narrower terminal."""
+    """The width of text on standard output: `most`, or less in a narrower terminal."""
     if not sys.stdout.isatty():
         return most
     return max(40, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
-def answers_alone() -> TextIO:
-    """Standard output for the answers of a process that another one reads. From here on everything else that
-    is printed, by a plugin or a library, goes to standard error."""
+def reserve_stdout() -> TextIO:
+    """A stream to standard output for the answers to a parent process. Everything else that is printed from
+    now on, by a plugin or a library, goes to standard error."""
     sys.stdout.flush()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -53,13 +55,13 @@ def answers_alone() -> TextIO:
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream that cannot be written any more write to nowhere."""
+    """Redirect a stream that can no longer be written to the null device."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def console(**options: Any) -> "Console":
-    """A rich Console whose texts are made `plain`; its own colours and movements stay."""
+    """A rich Console whose texts pass through `plain`; its own control codes are kept."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -74,4 +76,4 @@ def console(**options: Any) -> "Console":
             if not self.stderr:
                 raise SystemExit(0)
 
-    return PlainConsole(**options, force_jupyter=False)  # or it displays in a notebook what it shall render
+    return PlainConsole(**options, force_jupyter=False)  # in a notebook rich would display by itself

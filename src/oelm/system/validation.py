@@ -1,4 +1,4 @@
-"""What a user wrote as a dataclass: pydantic checks types and unknown keys, and an error names the key."""
+"""Dataclasses from a user's values: pydantic checks types and unknown keys, and an error names the key."""
 
 import functools
 import json
@@ -10,14 +10,14 @@ from typing import Any, TypeVar, cast
 from oelm.errors import UserError
 
 T = TypeVar("T")
-LARGEST = 1 << 63  # whole numbers beyond 64 bits mean nothing to any library below
+LARGEST = 1 << 63  # no library below takes integers of more than 64 bits
 
 
 def checked(
     kind: type[T], values: Mapping[str, Any], where: str, table: str = "", whole: str = "the file"
 ) -> T:
-    """A dataclass from a nested mapping; an error names the first wrong key and what it may be. `where` is
-    the file that says so, `table` the name of the table in it, if it is not the whole file."""
+    """A dataclass from a nested mapping; the UserError names the first wrong key and what it may be. `where`
+    is the file, for the error, and `table` the table in it that `values` are, if not the `whole` file."""
     from pydantic import ValidationError
 
     try:
@@ -59,7 +59,7 @@ def _adapter(kind: Any) -> Any:
 
 
 def _leaves(path: str, given: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """All single values below a table: where they stand, as given and as read."""
+    """All scalars of a table: (path, as given, as read)."""
     if isinstance(given, Mapping):
         for key in given:
             inner = getattr(value, str(key), None) if is_dataclass(value) else value[key]
@@ -80,8 +80,8 @@ def _explain(error: Any, kind: Any, table: str, whole: str) -> str:
         for part in section:
             kind = next((f.default_factory for f in fields(kind) if f.name == part), None)
         known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
-        of = path.rpartition(".")[0]
-        return f"unknown key {path!r}; {f'[{of}]' if of else whole} has: {', '.join(known)}"
+        parent = path.rpartition(".")[0]
+        return f"unknown key {path!r}; {f'[{parent}]' if parent else whole} has: {', '.join(known)}"
     if "ctx" in error and isinstance(error["ctx"].get("error"), UserError):
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
@@ -90,5 +90,5 @@ def _explain(error: Any, kind: Any, table: str, whole: str) -> str:
     given = given if len(given) <= 80 else f"{given[:80]}..."
     if error["type"] == "dataclass_type":
         return f"{path} must be a table, [{path}], got {given}"
-    says = error["msg"].replace("valid tuple", "valid list")  # TOML has no tuples
-    return f"{path} = {given} does not fit: {says[0].lower()}{says[1:]}"
+    problem = error["msg"].replace("valid tuple", "valid list")  # TOML has no tuples
+    return f"{path} = {given} does not fit: {problem[0].lower()}{problem[1:]}"

@@ -1,4 +1,4 @@
-"""What ended a run: of which kind it is (see OUTCOMES and FAULTS in `oelm.errors`), and how to say it."""
+"""Classify the error that ended a run (see OUTCOMES and FAULTS in `oelm.errors`), and describe it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def failure_kind(error: BaseException) -> str:
-    """The kind of failure; "software" for whatever nobody foresaw."""
+    """The kind of failure; "software" for any other exception."""
     if isinstance(error, RunError):
         return error.kind
     if isinstance(error, UserError):
@@ -35,8 +35,9 @@ def failure_kind(error: BaseException) -> str:
     return "software"
 
 
-def explained(run: "Run | None", folder: RunFolder, error: BaseException) -> BaseException:
-    """The error as it is shown to the user: a full disk or too little memory becomes one with advice."""
+def explain_failure(run: "Run | None", folder: RunFolder, error: BaseException) -> BaseException:
+    """The error as it is shown to the user: a full disk or too little memory becomes a RunError with
+    advice."""
     if isinstance(error, RunError | AuditError | Interrupted) or not isinstance(error, Exception):
         return error
     kind = failure_kind(error)
@@ -49,15 +50,15 @@ def explained(run: "Run | None", folder: RunFolder, error: BaseException) -> Bas
     if is_not_deterministic(error):
         reason = notice("run.not_deterministic", error=known["error"])
         return RunError(reason, kind, notice("advice.allow_nondeterminism"))
-    if kind == "software" and run is not None and (name := _spoilt(run)):
-        # Not every metric can be computed from what such a model answers.
+    if kind == "software" and run is not None and (name := _weight_not_finite(run)):
+        # With such weights computing a metric may fail before the loss is checked.
         known |= {"name": name, "step": run.progress.step, "error": reason_of(error)}
         return RunError(notice("run.no_answer", **known), "diverged", notice("advice.lower_lr"))
     return error
 
 
 def reason_of(error: BaseException) -> Notice:
-    """What a record says of the error that ended a run."""
+    """The reason that a record gives for the end of a run."""
     if isinstance(error, AuditError) and error.problems:
         return notice("run.audit_failed", count=len(error.problems), first=error.problems[0])
     if isinstance(error, RunError | UserError | AuditError | Interrupted):
@@ -67,8 +68,9 @@ def reason_of(error: BaseException) -> Notice:
     return notice("run.error", type=type(error).__name__, text=first_line(error))
 
 
-def _spoilt(run: "Run") -> str | None:
-    """A trained weight that is not finite, as far as this process has its weights."""
+def _weight_not_finite(run: "Run") -> str | None:
+    """The name of a trained weight that is not finite, in this process's part of the model; None if all
+    are."""
     for name, weight in run.step.raw.named_parameters():
         part = weight.to_local() if hasattr(weight, "to_local") else weight
         if weight.requires_grad and not part.isfinite().all():

@@ -1,4 +1,4 @@
-"""A run's folder: who may write it, and the records in it."""
+"""A run's folder: its lock, checks before it is written, and the records in it."""
 
 import contextlib
 import errno
@@ -28,14 +28,14 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fresh = False  # nothing of an earlier run is in it
-        self._extends = False  # a finished run goes on
+        self.fresh = False  # whether the run is new, not resumed
+        self._extends = False  # whether a finished run is trained for more steps
         self._lock: IO[bytes] | None = None
 
     def open(self, config: RunConfig, overwrite: bool, data: str) -> None:
-        """Take the folder for a run of this configuration on the data of this fingerprint. It is new, or
-        holds an unfinished run of the same. A folder that is not a run is never touched, whatever `overwrite`
-        says."""
+        """Lock the folder for a run of this configuration on the data with this fingerprint. The folder must
+        be new, or hold an unfinished run of the same. A folder that is not a run is never touched, even with
+        `overwrite`."""
         config_file = self.path / "config.toml"
         check_name(self.path)
         self._check_kind()
@@ -47,7 +47,7 @@ class RunFolder:
                 f"{self.path} is in use by another process; wait for it or name another folder"
             ) from None
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the place is right, it is only full
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full disk is a fault, not a wrong path
                 raise
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
         for path in self.path.glob(".*.part"):  # left by a process that was killed
@@ -62,22 +62,22 @@ class RunFolder:
             delete(self.path / "results.json")  # it is unfinished again
 
     def extended(self, config: RunConfig, steps: int) -> RunConfig | None:
-        """The config that goes on where the finished run of this folder ended, if this one differs from it in
-        nothing but more `steps`; for a run that was extended before, the same. None for all others."""
+        """The config that trains the finished run of this folder for more steps, if `config` differs from it
+        only in a larger number of `steps`; also for a run that was extended before. Otherwise None."""
         if not (self.path / "config.toml").is_file():
             return None
-        there, results_file = read_config(self.path), self.path / "results.json"
+        existing, results_file = read_config(self.path), self.path / "results.json"
         results = read_object(results_file) if results_file.exists() else {}
-        mine, others = (_without_length(c.identity(files=False)) for c in (config, there))
-        if mine != others or config.training.extended_from:
+        requested, recorded = (_without_length(c.identity(files=False)) for c in (config, existing))
+        if requested != recorded or config.training.extended_from:
             return None
-        ends = there.training.extended_from
+        ends = existing.training.extended_from
         if results.get("status") == "completed" and not results.get("stopped_early"):
             if not isinstance(ended := results.get("steps_planned"), int) or steps < ended:
                 return None
             self._extends = steps > ended
             if self._extends:
-                ends = ends if ended in ends else (*ends, ended)  # it is there if the start was broken off
+                ends = ends if ended in ends else (*ends, ended)  # in it if an extension failed to start
         return replace(config, training=replace(config.training, extended_from=ends)) if ends else None
 
     def _check_kind(self) -> None:
@@ -89,13 +89,13 @@ class RunFolder:
             read_config(self.path)
             return
         for name in sorted(path.name for path in self.path.iterdir()):
-            # A run that was killed before it had written its configuration leaves no more than these.
+            # Only these are left by a run that was killed before it had written its configuration.
             if name != "lock" and not fnmatch(name, ".config.toml.*.part"):
                 raise UserError(f"{self.path} is not a run (it holds {name}); name a new folder")
 
     def _clear(self) -> None:
-        """Delete a run. Its checkpoints go first and in one step, so that a half-deleted run is not resumed
-        from one of them, and its configuration last, so that it still is a run."""
+        """Delete a run. Its checkpoints go first and in one step, so that a half-deleted run is never resumed
+        from one of them; its configuration goes last, so that the folder is still recognised as a run."""
         checkpoints = self.path / "checkpoints"
         if checkpoints.exists():
             checkpoints.rename(self.path / ".checkpoints.part")
@@ -105,26 +105,26 @@ class RunFolder:
         delete(self.path / "config.toml")
 
     def discard(self) -> None:
-        """Undo `open` for a run that could not start, where it was new."""
+        """Undo `open` for a new run that could not start."""
         if self.fresh:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _check_resumable(self, config: RunConfig, data: str) -> None:
         environment_file = self.path / "environment.json"
-        seen = read_object(environment_file).get("data") if environment_file.exists() else None
-        # The names of the files count only where the data is not the same: a file may have moved.
-        mine, others = (c.identity(files=seen != data) for c in (config, read_config(self.path)))
-        if self._extends and seen == data:
+        used = read_object(environment_file).get("data") if environment_file.exists() else None
+        # File names count only if the data differs, as a file may have moved.
+        requested, recorded = (c.identity(files=used != data) for c in (config, read_config(self.path)))
+        if self._extends and used == data:
             return
-        if mine != others:
+        if requested != recorded:
             raise UserError(
-                f"{self.path} holds a run of another configuration ({difference(others, mine)}); "
+                f"{self.path} holds a run of another configuration ({difference(recorded, requested)}); "
                 "name another folder, or --overwrite it"
             )
         results = self.path / "results.json"
         if results.exists() and read_object(results).get("status") == "completed":
             raise UserError(f"{self.path} holds a finished run; --overwrite it, or name another folder")
-        if seen not in (None, data):
+        if used not in (None, data):
             raise UserError(
                 f"{self.path} holds a run on other data: it has changed since; "
                 "name another folder, or --overwrite it"
@@ -142,27 +142,27 @@ class RunFolder:
 class MetricsLog:
     """metrics.jsonl: one object per log step and per evaluation, in the order of the steps.
 
-    A resumed run cuts off what was logged after its checkpoint, so a run that was killed and one that was
-    not leave the same lines, times aside. `evaluated`: whether its step's evaluation is in the checkpoint;
-    `logged`: how many lines there were when it was written, if it says so.
+    A resumed run cuts off what was logged after its checkpoint, so that a run that was killed and one that
+    was not leave the same lines, times aside. `evaluated`: whether the checkpoint includes the evaluation of
+    its step; `logged`: the number of lines when it was written, None if it was not recorded.
     """
 
     def __init__(self, path: Path, from_step: int, evaluated: bool, logged: int | None = None) -> None:
         kept: list[str] = []
-        last = 0  # the step of the last line before any that is missing
-        whole = True
-        there = path.exists() or path.is_symlink()
-        text = read_file(path, most=1 << 34).decode("utf-8", "replace") if there else ""
+        last = 0  # the step of the last line before the first damaged one
+        undamaged = True
+        exists = path.exists() or path.is_symlink()
+        text = read_file(path, most=1 << 34).decode("utf-8", "replace") if exists else ""
         for line in text.splitlines():
             entry = read_entry(line)
             if entry is None:  # cut short by a crash, or damaged
-                whole = False
+                undamaged = False
                 continue
             repeated = entry["step"] == from_step and entry["kind"] == "eval" and not evaluated
             if entry["step"] > from_step or repeated:
                 break
             kept.append(line)
-            last = entry["step"] if whole else last
+            last = entry["step"] if undamaged else last
         self.missing: Notice | None = None
         if logged is not None and len(kept) < logged:
             lost = logged - len(kept)
@@ -172,23 +172,23 @@ class MetricsLog:
         self.file = path.open("a", encoding="utf-8")
 
     def add(self, **values: Any) -> dict[str, Any]:
-        """Write a line; returns what it says."""
+        """Write a line; returns its values."""
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         self.lines += 1
         return values
 
     def sync(self) -> None:
-        """Bring all lines to the disk: those before a checkpoint are never written again."""
+        """Flush all lines to disk, as those before a checkpoint are not written again by a resumed run."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a line that found no room was reported when it was added
+        with contextlib.suppress(OSError):  # a full disk was reported when the line was added
             self.file.close()
 
 
 def read_entry(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None where it is damaged or cut short."""
+    """The values of a line of metrics.jsonl; None if it is damaged or cut short."""
     with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
         entry = json.loads(line)
         if isinstance(entry["step"], int) and isinstance(entry["kind"], str):
@@ -197,7 +197,7 @@ def read_entry(line: str) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path, follow: bool = True) -> RunConfig:
-    """The configuration of the run in a folder; `follow`: also where its file is a link."""
+    """The configuration of the run in a folder; `follow`: read the file even if it is a link."""
     path = folder / "config.toml"
     if not path.exists():
         raise UserError(f"{folder} is not a run: it has no config.toml")
@@ -222,7 +222,7 @@ def _without_length(identity: dict[str, Any]) -> dict[str, Any]:
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The first key in which two configurations differ, in words."""
-    left_out = flat(LATER)  # by an identity, where a key has its default
+    left_out = flat(LATER)  # keys that an identity omits where they have their default
     old, new = left_out | flat(there), left_out | flat(here)
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
@@ -231,14 +231,14 @@ def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by keys such as `training.lr`."""
+    """Nested tables as one dict, with keys such as `training.lr`."""
     if not isinstance(values, dict):
         return {prefix[:-1]: values}
     return {k: v for key, value in values.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[str, Any]:
-    """Where a run took place: versions, commit, hardware. No user name, no host name, no paths."""
+    """The environment of a run: versions, commit, hardware. No user name, no host name, no paths."""
     import torch
 
     packages = {}
@@ -263,7 +263,7 @@ def environment(device: Any, processes: int, numerics: int = NUMERICS) -> dict[s
 
 
 def arithmetic(about: dict[str, Any]) -> dict[str, str]:
-    """What of an environment may change the last bits of a run's numbers."""
+    """The values of an environment that may change the last bits of a run's numbers."""
     names = {"threads": "cpu_threads", "processes": "processes", "device": "gpu" if "gpu" in about else "cpu"}
     return {name: str(about[key]) for name, key in names.items()} | about["packages"]
 
@@ -275,8 +275,9 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[Notice]:
 
 
 def source_commit() -> str | None:
-    """The commit of the source tree this package runs from, marked where it has changes; None in a wheel."""
-    if "OELM_COMMIT" in os.environ:  # of a tree that travels without its history
+    """The commit of the source tree that this package runs from, marked if the tree has uncommitted changes;
+    None in a wheel."""
+    if "OELM_COMMIT" in os.environ:  # set for a copy of the tree without its history
         return os.environ["OELM_COMMIT"]
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():

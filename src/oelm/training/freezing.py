@@ -1,4 +1,4 @@
-"""A model is frozen and unfrozen while it trains, as its method's schedule says: in any loop.
+"""Freeze and unfreeze a model while it trains, by its method's schedule, in any training loop.
 
     freezing = oelm.Freezing(model, total_steps=1000, optimizer=optimizer)
     for step in range(1000):
@@ -6,8 +6,8 @@
         ...                                                       # forward, backward, optimizer.step()
 
 `freezing.trainer_callback()` does it in Hugging Face's Trainer, `freezing.lightning_callback()` in Lightning.
-What is frozen at a step follows from the step and the number of steps alone, so a run that resumes needs
-nothing but the number of its next step.
+What is frozen at a step depends only on the step and the number of steps, so a run that resumes needs nothing
+but the number of its next step.
 """
 
 import bisect
@@ -35,7 +35,7 @@ from oelm.training.parallel import reshard
 
 
 class Freezing:
-    """What of a converted model is frozen from step to step.
+    """Applies the freeze schedule of a converted model step by step.
 
     The optimizer must hold every parameter that trains at any time. One without a gradient is not touched,
     not decayed and has no state; clear gradients with `zero_grad(set_to_none=True)`, PyTorch's default.
@@ -47,15 +47,15 @@ class Freezing:
         total_steps: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """`total_steps` of training; callbacks learn it from their trainer. With `optimizer` the learning
-        rates of unfrozen layers are warmed up where the schedule says so."""
+        """`total_steps` of training; callbacks get it from their trainer. With `optimizer` the learning rates
+        of unfrozen layers are warmed up if the schedule has a warm-up."""
         self.model: nn.Module = unwrap(model)
         self.method = method_of(self.model)
         self.groups = unfreezing_groups(self.model, self.method) if self.method.schedule else {}
         self.optimizer: torch.optim.Optimizer | None = None
-        self._whole: list[dict[str, Any]] | None = None  # the optimizer's groups, while they are split
-        self.step: int | None = None  # the last one that was begun
-        self.line = Timeline(0, (), None, 0)
+        self._own_groups: list[dict[str, Any]] | None = None  # the optimizer's own, while they are split
+        self.step: int | None = None  # the last step that was begun
+        self.timeline = Timeline(0, (), None, 0)
         self.total_steps = 0
         if total_steps is not None:
             self.plan(total_steps)
@@ -68,35 +68,35 @@ class Freezing:
         if (schedule := self.method.schedule) is None:
             return
         schedule.check(len({*self.groups.values()}), total_steps)
-        self.line = timeline_of(schedule, self.groups.values(), total_steps)
-        for step in self.line.borders:
+        self.timeline = timeline_of(schedule, self.groups.values(), total_steps)
+        for step in self.timeline.borders:
             if not self.trained_at(step):
                 raise UserError(f"freeze_schedule freezes all of the model at step {step:,}: nothing trains")
 
     def trained_at(self, step: int) -> int:
-        """How many parameters train at a step."""
-        frozen = frozen_by(self.line, self.groups, step)
+        """The number of parameters that train at a step."""
+        frozen = frozen_by(self.timeline, self.groups, step)
         trains = {name: name not in frozen for name in self.groups}
         named = self.model.named_parameters()
         return sum(p.numel() for name, p in named if trains.get(name, p.requires_grad))
 
     def stages(self) -> dict[str, list[dict[str, int]]]:
-        """{"stages": the first step of every stage, and how many parameters train from it on}; empty where
-        nothing is scheduled."""
+        """{"stages": [{"step", "trainable", "frozen"}, ...]}: the first step of every stage and the numbers
+        of parameters from it on; empty without a schedule."""
         if not self.groups:
             return {}
         total = sum(parameter.numel() for parameter in self.model.parameters())
-        trained = {step: self.trained_at(step) for step in self.line.borders if step < self.total_steps}
+        trained = {step: self.trained_at(step) for step in self.timeline.borders if step < self.total_steps}
         return {"stages": [{"step": n, "trainable": t, "frozen": total - t} for n, t in trained.items()]}
 
     def before_step(self, step: int) -> bool:
-        """Freeze and unfreeze what the schedule says before step 0, 1, ... of the optimizer is taken.
+        """Freeze and unfreeze by the schedule; call it before the optimizer's step 0, 1, ...
 
-        Returns whether what trains has changed: DDP must then wrap the model again (unless it was wrapped
-        after `prepare()` and with find_unused_parameters=True), and a CUDA graph be recorded again. To be
-        called again for the same step, as with several micro-batches, changes nothing.
+        Returns whether the set of trained parameters has changed: DDP must then wrap the model again (unless
+        it was wrapped after `prepare()` and with find_unused_parameters=True), and a CUDA graph be recorded
+        again. Calling it again for the same step, as with several micro-batches, changes nothing.
         """
-        self._join()
+        self._restore_groups()
         if not self.groups or step == self.step:
             return False
         if not self.total_steps:
@@ -109,15 +109,15 @@ class Freezing:
         if last is not None and self._stage(last) == self._stage(step):
             return False
         reshard(self.model)
-        frozen = frozen_by(self.line, self.groups, step)
-        first_new = step if last is None else last + 1  # what was frozen before is orthonormal already
+        frozen = frozen_by(self.timeline, self.groups, step)
+        first_new = step if last is None else last + 1  # weights frozen before it are orthonormal already
         self._orthonormalise({name for name, since in frozen.items() if since and since >= first_new})
         changed = self._set_trained(frozen)
         record["digest"] = frozen_digest(self.model, self.method, At(step, self.total_steps))
         return changed
 
     def _stage(self, step: int) -> int:
-        return bisect.bisect_right(self.line.borders, step)
+        return bisect.bisect_right(self.timeline.borders, step)
 
     def _set_trained(self, frozen: Mapping[str, int]) -> bool:
         changed = False
@@ -127,46 +127,49 @@ class Freezing:
             changed |= parameter.requires_grad == (name in frozen)
             parameter.requires_grad_(name not in frozen)
             if name in frozen:
-                parameter.grad = None  # of zeros, even, AdamW would make steps of decay
+                parameter.grad = None  # even a gradient of zeros would let AdamW apply weight decay
         if self.optimizer is not None:
             self.drop_moments(self.optimizer)
         return changed
 
     def drop_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget what an optimizer keeps for parameters that are frozen now."""
+        """Delete the optimizer's state of the parameters that are frozen now."""
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 optimizer.state.pop(parameter, None)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a checkpoint of a run must hold beside the step; empty where nothing is scheduled."""
+        """The values that a checkpoint must hold besides the step; empty without a schedule."""
         return {key: record_of(self.model)[key] for key in ("at", "digest")} if self.step is not None else {}
 
     def restore(self, record: Mapping[str, Any]) -> bool:
-        """Go back to the moment of a `record`; its weights are restored already. Returns as `before_step`."""
+        """Restore the frozen state of a `record`, after its weights were restored. Returns as
+        `before_step`."""
         record_of(self.model).update(record)
         at = at_of(self.model)
         self.step = at.step
-        return self._set_trained(frozen_by(self.line, self.groups, at.step))
+        return self._set_trained(frozen_by(self.timeline, self.groups, at.step))
 
     @torch.no_grad()
     def _orthonormalise(self, names: set[str]) -> None:
-        """Give q and k that are about to be frozen their polar factors, where the schedule says so."""
+        """Replace q and k that are about to be frozen by their polar factors, if the schedule is `polar`."""
         assert self.method.schedule is not None
         for site in find_sites(self.model) if self.method.schedule.polar else ():
             if site.role in HEAD_ROLES and f"{site.path}.weight" in names:
                 _orthonormalise(site, self.method)
 
     def prepare(self) -> None:
-        """Let everything train that trains at any time: before an optimizer is built that takes only what
-        trains then (as Hugging Face's Trainer does), and before DDP wraps the model once for all stages."""
+        """Unfreeze all parameters that train at any stage. To be called before an optimizer is built that
+        takes only parameters that train (as Hugging Face's Trainer does), and before DDP wraps the model once
+        for all stages."""
         for name, parameter in self.model.named_parameters():
             if name in self.groups:
                 parameter.requires_grad_(True)
 
     def attach(self, optimizer: Any) -> None:
-        """Check that the optimizer holds all that trains at any time, and warm up learning rates in it."""
+        """Check that the optimizer holds all parameters that train at any stage, and prepare the warm-up of
+        their learning rates in it."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps it
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         missing = [n for n, p in self.model.named_parameters() if n in self.groups and id(p) not in held]
@@ -181,28 +184,28 @@ class Freezing:
                 self._warm_up(optimizer)
 
     def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """During each of the optimizer's steps, layers that warm up are groups of their own with a smaller
-        learning rate. Between steps schedulers and checkpoints see the groups that they know, even if a step
-        raised an error."""
+        """Split the optimizer's groups during each of its steps, so that layers that warm up have a smaller
+        learning rate. Between steps schedulers and checkpoints see the original groups, even after a step
+        that raised an error."""
 
         def split(optimizer: Any, *_: Any) -> None:
-            self._join()
+            self._restore_groups()
             factors = {
-                id(p): self.line.lr_factor(self.groups[name], self.step or 0)
+                id(p): self.timeline.lr_factor(self.groups[name], self.step or 0)
                 for name, p in self.model.named_parameters()
                 if name in self.groups
             }
-            self._whole = optimizer.param_groups
-            optimizer.param_groups = [part for group in self._whole for part in _parts(group, factors)]
+            self._own_groups = optimizer.param_groups
+            optimizer.param_groups = [part for group in self._own_groups for part in _parts(group, factors)]
 
         optimizer.register_step_pre_hook(split)
-        optimizer.register_step_post_hook(lambda *_: self._join())
-        optimizer.register_state_dict_pre_hook(lambda *_: self._join())
+        optimizer.register_step_post_hook(lambda *_: self._restore_groups())
+        optimizer.register_state_dict_pre_hook(lambda *_: self._restore_groups())
 
-    def _join(self) -> None:
-        """Give the optimizer its own groups back."""
-        if self._whole is not None and self.optimizer is not None:
-            self.optimizer.param_groups, self._whole = self._whole, None
+    def _restore_groups(self) -> None:
+        """Restore the optimizer's own groups."""
+        if self._own_groups is not None and self.optimizer is not None:
+            self.optimizer.param_groups, self._own_groups = self._own_groups, None
 
     def trainer_callback(self) -> Any:
         """A `TrainerCallback` for the `callbacks` of Hugging Face's Trainer, given when it is made."""
@@ -212,7 +215,7 @@ class Freezing:
 
         class FreezingCallback(TrainerCallback):
             def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                freezing.prepare()  # the Trainer's optimizer takes what trains when it is built
+                freezing.prepare()  # the Trainer's optimizer takes the parameters that train when it is built
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
                 freezing.plan(state.max_steps)
@@ -223,7 +226,7 @@ class Freezing:
 
             def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if freezing.groups and args.load_best_model_at_end and state.best_model_checkpoint:
-                    # The weights are those of that step, perhaps of another stage.
+                    # The best checkpoint's weights may be of another stage.
                     saved = read_json(Path(state.best_model_checkpoint) / "config.json")["oelm"]
                     freezing.restore({key: saved[key] for key in ("at", "digest")})
 
@@ -250,7 +253,7 @@ class Freezing:
 
 
 def _parts(group: dict[str, Any], factors: Mapping[int, float]) -> list[dict[str, Any]]:
-    """A group of an optimizer as groups of equal factors of the learning rate."""
+    """Split an optimizer's group into groups with equal factors of the learning rate."""
     parts: dict[float, list[Any]] = {}
     for parameter in group["params"]:
         parts.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
@@ -261,15 +264,15 @@ def _parts(group: dict[str, Any], factors: Mapping[int, float]) -> list[dict[str
 
 
 def _orthonormalise(site: Site, method: Method) -> None:
-    """Give every head of q or k its polar factor, times the method's gain."""
+    """Replace the block of every head of q or k by its polar factor, times the method's gain."""
     weight = site.module.weight
     assert isinstance(weight, nn.Parameter)
     full = gathered(weight).clone()
     if not full.isfinite().all():
-        return  # a run that has diverged: for its loop to notice
+        return  # the run has diverged, which its loop reports
     plain = replace(site, module=with_weight(site.module, full))
-    own = to_blocks(plain.weight, site.heads)
-    blocks = polar_factor(own) * block_gain(site, method, own)[:, None, None]
+    blocks_before = to_blocks(plain.weight, site.heads)
+    blocks = polar_factor(blocks_before) * block_gain(site, method, blocks_before)[:, None, None]
     plain.write(torch.from_numpy(to_weight(blocks)).to(full.device, full.dtype))
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(full, 0)  # processes on unequal machines may round differently

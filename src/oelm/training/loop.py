@@ -1,7 +1,7 @@
 """The one training function: every task, every model, one process or many.
 
-Everything a step does is a function of (configuration, step): which items, which rate, which random
-numbers. So a run that is killed and resumed from a checkpoint goes on as if nothing had happened.
+Everything a step does is a function of (configuration, step): its items, its learning rate, its random
+numbers. So a run that is killed and resumed from a checkpoint computes what an unbroken run computes.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from torch import Tensor
 from oelm.audit import audit
 from oelm.config import RunConfig
 from oelm.data import Epoch, Plan, Store
-from oelm.data.trivial_baselines import compute_beside
+from oelm.data.trivial_baselines import compute_in_background
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint
 from oelm.training.evaluate import evaluate
-from oelm.training.failure import explained
+from oelm.training.failure import explain_failure
 from oelm.training.folder import RunFolder
 from oelm.training.predictions import write_predictions
 from oelm.training.resolve import objective_of, resolve_run
@@ -36,9 +36,9 @@ from oelm.training.shards import first_not_finite, full_state, rows_of
 from oelm.training.step_clock import StepClock
 from oelm.training.stopping import stopping
 
-SAVE_AFTER = 60.0  # seconds, where `training.save_every` is not given
-MOST_HELD = 4 << 30  # bytes of a checkpoint that may wait in memory
-UNTIMED = 5  # first steps of a process are left out of the timings: caches and memory fill up
+SAVE_AFTER = 60.0  # seconds between checkpoints, if `training.save_every` is not given
+MOST_IN_MEMORY = 4 << 30  # bytes of a checkpoint that may be kept in memory instead of on disk
+UNTIMED = 5  # first steps of a process, left out of the timings as caches and memory fill up
 
 
 def train(
@@ -49,25 +49,28 @@ def train(
     overwrite: bool = False,
     stop_after: float | None = None,
     show: bool = True,
-    heard: Callable[[dict[str, Any]], None] = lambda entry: None,
+    on_entry: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> dict[str, Any]:
-    """Train, evaluate and record one run in the folder `out`; return what its results.json says. `heard` is
-    called with every entry of metrics.jsonl, in the first process.
+    """Train, evaluate and record one run in the folder `out`; return the values of its results.json.
+    `on_entry` is called with every entry of metrics.jsonl, in the first process.
 
     An unfinished run of the same configuration in that folder is resumed. Raises `Interrupted` after a
-    signal or `stop_after` seconds (what was trained is saved, start again to go on), `RunError` where going
-    on makes no sense, `UserError` where the run cannot start.
+    signal or `stop_after` seconds (the run is saved and can be resumed), `RunError` if the run failed,
+    `UserError` if it cannot start.
     """
     state, folder = parallel.process_state(), RunFolder(Path(out))
-    with stopping(stop_after) as stop, parallel.same_bits(config.training.deterministic, state.device):
+    with (
+        stopping(stop_after) as stop,
+        parallel.deterministic_mode(config.training.deterministic, state.device),
+    ):
         objective = objective_of(config, store)
-        # Checked and built before the folder is touched: what does not fit leaves nothing behind.
+        # Checked and built before the folder is touched, so that a refused config leaves nothing behind.
         resolved = resolve_run(config, objective, state.device, state.num_processes)
         if not overwrite and (longer := folder.extended(resolved.config, resolved.total_steps)):
             resolved = resolve_run(longer, objective, state.device, state.num_processes)
         results.check_trackers(config.training.trackers)
-        if state.is_main_process and state.device.type == "cuda":  # the CPU has time
-            compute_beside(store)
+        if state.is_main_process and state.device.type == "cuda":  # the CPU is idle while the GPU trains
+            compute_in_background(store)
         with state.main_process_first():
             raw, report = build_model(resolved.config, store)
         run = None
@@ -76,17 +79,17 @@ def train(
                 folder.open(resolved.config, overwrite, store.fingerprint)
             state.wait_for_everyone()
             run = start_run(resolved, objective, folder, state, raw, report, show, stop)
-            run.heard = heard
+            run.on_entry = on_entry
             stop.patient = True
             _run(run, resolved.plan)
             stop.patient = False
-            if parallel.anyone(stop.reason is not None, state):  # told while the last step was evaluated
-                if _holds(run):
+            if parallel.any_process(stop.reason is not None, state):  # a signal during the last evaluation
+                if _kept_in_memory(run):
                     _save(run)
                 raise Interrupted(stop.reason or notice("stop.other_process"))
             return _finish(run)
         except BaseException as error:
-            failure = explained(run, folder, error)
+            failure = explain_failure(run, folder, error)
             _record(run, folder, failure)
             if failure is error:
                 raise
@@ -98,8 +101,8 @@ def train(
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A step that was taken and not looked at yet: looking waits for the GPU."""
+class TakenStep:
+    """A step whose results were not read yet, as reading them waits for the GPU."""
 
     loss: Tensor
     norm: Tensor
@@ -108,7 +111,7 @@ class Taken:
 
 
 class NotFinite(Exception):
-    """A step met a number that is not finite. `untouched`: the weights are those of the step before."""
+    """Raised at a loss or gradient that is not finite. `untouched`: the weights are those before the step."""
 
     def __init__(self, what: Notice, items: list[int], untouched: bool) -> None:
         super().__init__(what)
@@ -116,7 +119,7 @@ class NotFinite(Exception):
 
 
 def _run(run: Run, plan: Plan) -> None:
-    """All steps that are left; by the plain path from the first one on that the fast path cannot compute."""
+    """Take all remaining steps; by the plain path from the first step on at which the fast path fails."""
     if run.progress.due is not None:
         _evaluate(run, run.progress.due)
         _save(run)
@@ -125,11 +128,11 @@ def _run(run: Run, plan: Plan) -> None:
             return _steps(run, plan)
         except NotFinite as bad:
             step = run.progress.step + 1
-            alone = run.state.num_processes == 1  # several processes would have to do it together
-            if run.config.training.fallback and not run.step.plain and alone and bad.untouched:
+            one_process = run.state.num_processes == 1  # several would have to fall back together
+            if run.config.training.fallback and not run.step.plain and one_process and bad.untouched:
                 fall_back(run, step)
                 continue
-            run.progress.step = step  # that far it got
+            run.progress.step = step  # the record names the failed step
             code = "run.not_finite" if run.progress.plain_from is None else "run.not_finite_twice"
             known = {"what": bad.what, "items": bad.items, "checkpoint": run.checkpoints.last()}
             reason = notice(code, step=step, **known)
@@ -139,7 +142,7 @@ def _run(run: Run, plan: Plan) -> None:
 def _steps(run: Run, plan: Plan) -> None:
     training, progress = run.config.training, run.progress
     run.step.model.train()
-    recent: list[Taken] = []
+    recent: list[TakenStep] = []
     started, clock = time.perf_counter(), StepClock(run.state.device)
     timed_from = progress.step + UNTIMED
     for epoch, k, batches in plan.schedule(progress.step):
@@ -155,9 +158,9 @@ def _steps(run: Run, plan: Plan) -> None:
         saves = _saves(run, logs)
         stops = run.stop.reason is not None
         if run.state.num_processes > 1:
-            stops = logs and parallel.anyone(stops, run.state)
+            stops = logs and parallel.any_process(stops, run.state)
         if due or saves or stops:
-            run.step.sync()  # here, where its time is training's
+            run.step.sync()  # here, so that its time counts as training
         clock.step_done()
         if logs or due or saves or stops:
             steps = len(recent)
@@ -170,10 +173,10 @@ def _steps(run: Run, plan: Plan) -> None:
         if logs:
             _log_step(run, epoch + (k + 1) / len(batches), value, norm)
         improved = _evaluate(run, epoch + (k + 1) / len(batches)) if due else False
-        if saves or stops or ((improved or last or progress.stopped_early) and not _holds(run)):
+        if saves or stops or ((improved or last or progress.stopped_early) and not _kept_in_memory(run)):
             _save(run)
         elif improved:
-            run.held = _capture(run)
+            run.unsaved_best = _capture(run)
         run.display.advance(progress.step, tokens)
         if stops and progress.step < run.resolved.total_steps and not progress.stopped_early:
             raise Interrupted(run.stop.reason or notice("stop.other_process"))
@@ -186,19 +189,19 @@ def _saves(run: Run, logs: bool) -> bool:
     every = run.config.training.save_every
     if every is not None:
         return every > 0 and run.progress.step % every == 0
-    return logs and parallel.anyone(time.monotonic() - run.saved_at > SAVE_AFTER, run.state)
+    return logs and parallel.any_process(time.monotonic() - run.saved_at > SAVE_AFTER, run.state)
 
 
-def _holds(run: Run) -> bool:
-    """Whether what improves is held in memory until the clock asks for a checkpoint: a run of a minute needs
-    none on disk. Killed, it starts again from the checkpoint before, and finds the same."""
+def _kept_in_memory(run: Run) -> bool:
+    """Whether a new best state is kept in memory until the next checkpoint is due, so that a run of a minute
+    writes none. A run that is killed resumes from the checkpoint before and reaches the same best again."""
     bytes_of = (p.numel() * (12 if p.requires_grad else 4) for p in run.step.raw.parameters())
-    alone = run.state.num_processes == 1
-    return run.config.training.save_every is None and alone and sum(bytes_of) <= MOST_HELD
+    one_process = run.state.num_processes == 1
+    return run.config.training.save_every is None and one_process and sum(bytes_of) <= MOST_IN_MEMORY
 
 
-def _step(run: Run, batches: Epoch, k: int) -> Taken:
-    """One optimizer step, counted."""
+def _step(run: Run, batches: Epoch, k: int) -> TakenStep:
+    """Take one optimizer step and count it in the progress."""
     progress, items = run.progress, batches.batch(k)
     checks, began = progress.watch.checks, time.perf_counter()
     loss, norm, tokens = run.step.take(progress.step, batches, k)
@@ -207,19 +210,19 @@ def _step(run: Run, batches: Epoch, k: int) -> Taken:
     progress.step += 1
     progress.samples += len(items)
     progress.tokens += tokens
-    return Taken(loss, norm, items, tokens)
+    return TakenStep(loss, norm, items, tokens)
 
 
-def _check_finite(run: Run, recent: list[Taken]) -> float:
-    """The newest loss over all processes. Raises NotFinite at the first loss or gradient that is not finite,
-    with the progress of the step before it. Only a loss scaler (fp16) lives with infinite gradients: it skips
-    the step."""
+def _check_finite(run: Run, recent: list[TakenStep]) -> float:
+    """The newest loss, summed over all processes. Raises NotFinite at the first loss or gradient that is not
+    finite, with the progress set back to the step before it. Infinite gradients are allowed only with a loss
+    scaler (fp16), which skips the step."""
     progress, value = run.progress, 0.0
     for n, step in enumerate(recent):
         value, norm = float(step.loss), 0.0 if run.step.scaler.is_enabled() else float(step.norm)
-        seen = {"loss": value, "gradient": norm}
-        bad = next(((name, str(x)) for name, x in seen.items() if not math.isfinite(x)), None)
-        if parallel.anyone(bad is not None, run.state):
+        values = {"loss": value, "gradient": norm}
+        bad = next(((name, str(x)) for name, x in values.items() if not math.isfinite(x)), None)
+        if parallel.any_process(bad is not None, run.state):
             undone = recent[n:]
             progress.step -= len(undone)
             progress.samples -= sum(len(taken.items) for taken in undone)
@@ -242,57 +245,58 @@ def _log_step(run: Run, epoch: float, loss: float, norm: Tensor) -> None:
             train_time_s=round(progress.train_time_s, 3),
         )  # fmt: skip
         results.track(run, {"loss": loss, "lr": lr, "grad_norm": float(norm)})
-        run.heard(entry)
+        run.on_entry(entry)
 
 
 def _evaluate(run: Run, epoch: float) -> bool:
-    """Measure on the split that choices are made on; True where this is the best so far."""
+    """Evaluate on the split that choices are made on; returns whether this is the best so far."""
     progress, training = run.progress, run.config.training
     split = "test" if training.choose_on == "test" else "validation"
     began = time.perf_counter()
 
-    def watch(done: int, of: int) -> None:
-        run.display.evaluating(split, done, of)
-        # Several processes would have to agree: theirs is finished first.
+    def on_batch(done: int, total: int) -> None:
+        run.display.show_evaluation(split, done, total)
+        # Several processes would have to agree on stopping, so they finish the evaluation first.
         if run.stop.reason is not None and run.state.num_processes == 1:
             progress.due = epoch
             _save(run)
             raise Interrupted(run.stop.reason)
 
-    measured = evaluate(run.step.model, run.objective, split, run.step.autocast, run.step.layout, watch)
+    measured = evaluate(run.step.model, run.objective, split, run.step.autocast, run.step.layout, on_batch)
     progress.due = None
     progress.eval_time_s += time.perf_counter() - began
     metric = run.objective.metric
     brief = {k: v for k, v in measured.metrics.items() if isinstance(v, int | float)}
-    found = {"step": progress.step, "epoch": round(epoch, 4), "split": split, "metrics": brief}
+    evaluation = {"step": progress.step, "epoch": round(epoch, 4), "split": split, "metrics": brief}
     value = measured.metrics[metric]
     better = progress.best is None or run.objective.better(value, progress.best["metrics"][metric])
     improved = better or training.choose_on == "last"
-    progress.final = found
+    progress.final = evaluation
     progress.stale = 0 if improved else progress.stale + 1
     if improved:
-        progress.best = found
+        progress.best = evaluation
     if training.early_stopping and progress.stale >= training.early_stopping:
         progress.stopped_early = True
     run.display.note(**{metric: value})
     numbers = ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
     run.display.say(f"step {progress.step}/{run.resolved.total_steps}: {split} {numbers}")
     if run.log is not None:
-        entry = run.log.add(kind="eval", **found)
+        entry = run.log.add(kind="eval", **evaluation)
         results.track(run, {f"{split}/{k}": v for k, v in brief.items()})
-        run.heard(entry)
-    _watch_chance(run, split, len(run.store[split]))
+        run.on_entry(entry)
+    _check_chance_level(run, split, len(run.store[split]))
     return improved
 
 
-def _watch_chance(run: Run, split: str, n: int) -> None:
-    """Flag a run that has learned no more than the majority class after a set share of its steps."""
+def _check_chance_level(run: Run, split: str, n: int) -> None:
+    """Flag a run, after a set share of its steps, that is no better than the majority class; it is ended
+    here if `training.stop_at_chance` is set."""
     progress, training = run.progress, run.config.training
     majority, first_step = run.objective.majority(split), training.chance_after * run.resolved.total_steps
     if majority is None or progress.best is None or progress.step < first_step:
         return
     level = majority + 2 * math.sqrt(majority * (1 - majority) / n)
-    if level >= 1:  # so few items, or so large a majority, that nothing could be told apart
+    if level >= 1:  # too few items, or too large a majority, for any model to be above chance level
         return
     progress.at_chance = progress.best["metrics"]["accuracy"] <= level
     if progress.at_chance and training.stop_at_chance:
@@ -302,15 +306,15 @@ def _watch_chance(run: Run, split: str, n: int) -> None:
 
 
 def _capture(run: Run) -> Checkpoint:
-    """Audit, then take all that a checkpoint holds: of a sharded model, this process's part. Every process
-    takes part."""
+    """Audit the frozen weights, then copy the contents of a checkpoint; of a sharded model, this process's
+    part. Every process must call this."""
     audit(run.step.raw, run.before)
-    model, moments = run.step.hold()
-    # The step before may have had a finite gradient and still thrown the weights out of range.
-    bad = first_not_finite(run.step.raw)
-    spoilt = next(filter(None, parallel.everyone(bad, run.state)), None)
-    if spoilt is not None:
-        values = {"name": spoilt, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
+    model, moments = run.step.copy_state()
+    # The last step may have overflowed the weights although its gradient was finite.
+    own = first_not_finite(run.step.raw)
+    bad_weight = next(filter(None, parallel.gather_values(own, run.state)), None)
+    if bad_weight is not None:
+        values = {"name": bad_weight, "step": run.progress.step, "checkpoint": run.checkpoints.last()}
         raise RunError(notice("run.weight_not_finite", **values), "diverged", notice("advice.lower_lr"))
     if run.log is not None:
         run.log.sync()
@@ -322,29 +326,29 @@ def _capture(run: Run) -> Checkpoint:
 
 
 def _save(run: Run) -> None:
-    """Write a checkpoint, and before it the best one where that was held back."""
+    """Write a checkpoint, and before it the best one if that is in memory only."""
     checkpoint = _capture(run)
-    if run.held is not None and run.held.state["step"] < run.progress.step:
-        run.checkpoints.save(run.held)
+    if run.unsaved_best is not None and run.unsaved_best.state["step"] < run.progress.step:
+        run.checkpoints.save(run.unsaved_best)
     if run.main or checkpoint.rows:
         run.checkpoints.save(checkpoint)
-    run.held, run.saved_at = None, time.monotonic()
+    run.unsaved_best, run.saved_at = None, time.monotonic()
     run.state.wait_for_everyone()
 
 
 def _finish(run: Run) -> dict[str, Any]:
-    """Test the best model once, and write everything down."""
-    if run.progress.best is None:  # nothing was left to do, or no evaluation ever happened
+    """Test the best model once, and write all results."""
+    if run.progress.best is None:  # no step was left, or there was no evaluation
         raise RunError(notice("run.no_evaluation"))
     best = run.progress.best["step"]
-    run.step.restore(run.held or run.checkpoints.load(best), moments=False)
+    run.step.restore(run.unsaved_best or run.checkpoints.load(best), moments=False)
     training = run.config.training
     run.step.finish(best)
     checked = audit(run.step.raw, run.before)
     tested, began = None, time.perf_counter()
     if training.test:
-        watch = functools.partial(run.display.evaluating, "test")
-        tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, watch)
+        show = functools.partial(run.display.show_evaluation, "test")
+        tested = evaluate(run.step.model, run.objective, "test", run.step.autocast, run.step.layout, show)
     test_time = time.perf_counter() - began
     weights = full_state(run.step.raw, keep=run.main) if training.test else {}
     if not run.main:
@@ -357,13 +361,13 @@ def _finish(run: Run) -> dict[str, Any]:
     if tested:
         write_predictions(folder.path, tested.arrays)
         results.save_model(run, final, weights)
-    run.stop.patient = True  # with its results the run is complete: nothing is left to be stopped
+    run.stop.patient = True  # the run is complete: a signal must not interrupt writing its results
     folder.write("results.json", final)
     return final
 
 
 def _record(run: Run | None, folder: RunFolder, error: BaseException) -> None:
-    """Write down how the run ended; one that never started leaves nothing."""
+    """Record how the run ended; the folder of one that never started is deleted."""
     if run is None:
         folder.discard()
     elif run.main:

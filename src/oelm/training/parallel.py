@@ -1,4 +1,4 @@
-"""One process or many: wrapping, precision, agreeing, equal bits. The model's code knows nothing of this."""
+"""One process or many: wrapping, precision, exchanged values, determinism. Models need no code for this."""
 
 import atexit
 import contextlib
@@ -20,24 +20,24 @@ from oelm.system.private_transformers import block_class_names
 from oelm.system.shards import gathered
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MESHES: list[DeviceMesh] = []  # that models of this process were sharded over
+MESHES: list[DeviceMesh] = []  # over which this process's models are sharded
 
 
 def process_state() -> PartialState:
-    """Accelerate's view of the processes and the device of this one. Without a GPU it has to be told so:
-    otherwise processes started by torchrun do not find each other, and each takes itself for the only one."""
+    """Accelerate's state: the processes, and the device of this one. Without a GPU it needs `cpu=True`:
+    otherwise processes started by torchrun do not connect, and each takes itself for the only one."""
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     state = PartialState(cpu=cpu or not torch.accelerator.is_available())
     if state.num_processes > 1:
-        atexit.unregister(_leave)
-        atexit.register(_leave)
+        atexit.unregister(_release_process_groups)
+        atexit.register(_release_process_groups)
     return state
 
 
-def _leave() -> None:
-    """End gloo's threads while Python runs: one that frees a tensor while Python ends aborts the process
-    ("terminate called without an active exception"). They end with the last reference to their group, and
-    PyTorch's caches keep meshes, which keep groups."""
+def _release_process_groups() -> None:
+    """End gloo's threads before Python exits: one that frees a tensor during the exit aborts the process
+    ("terminate called without an active exception"). They end with the last reference to their group, which
+    PyTorch's caches hold through the device meshes."""
     for mesh in MESHES:
         release_groups(mesh)
     if dist.is_initialized():
@@ -46,19 +46,19 @@ def _leave() -> None:
 
 
 @contextlib.contextmanager
-def same_bits(wanted: bool, device: torch.device) -> Iterator[None]:
-    """While this lasts, the same seed gives the same bits on one kind of GPU: PyTorch takes deterministic
-    operations, and refuses where it has none. Our own kernels add in one order anyway; a CPU does so for one
-    number of threads."""
+def deterministic_mode(wanted: bool, device: torch.device) -> Iterator[None]:
+    """Within this context the same seed gives the same bits on one kind of GPU: PyTorch uses deterministic
+    operations, and raises an error where it has none. Our own kernels are deterministic anyway, and so is a
+    CPU with a fixed number of threads."""
     if not wanted or device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for a deterministic cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a search for bugs, at the price of time
+    settings.fill_uninitialized_memory = False  # it only helps to find bugs, and takes time
     try:
         yield
     finally:
@@ -74,7 +74,7 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], Any]:
 
 
 def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
-    """The model as training calls it: alone, as DDP, or sharded by FSDP2 block by block."""
+    """The model as training calls it: as it is, wrapped in DDP, or sharded by FSDP2 block by block."""
     if state.num_processes == 1:
         return model
     if not fsdp:
@@ -91,8 +91,8 @@ def wrap(model: PreTrainedModel, state: PartialState, fsdp: bool) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the parameters of an FSDP2 model be the shards that the optimizer knows. After a forward pass
-    without a backward pass, those outside the blocks are still whole, and other tensors."""
+    """Reshard the parameters of an FSDP2 model, so that they are the tensors that the optimizer holds. After
+    a forward pass without a backward pass, those outside the blocks are still unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -100,7 +100,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool) -> Any:
-    """Gradients travel between processes with the last micro-batch of a step only."""
+    """Reduce gradients over processes only with the last micro-batch of a step."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
         with model.no_sync():
             yield
@@ -119,7 +119,7 @@ def total(value: float, state: PartialState) -> float:
     return float(tensor)
 
 
-def everyone(value: Any, state: PartialState | None) -> list[Any]:
+def gather_values(value: Any, state: PartialState | None) -> list[Any]:
     """Every process's value, in the order of the processes."""
     if state is None or state.num_processes == 1:
         return [value]
@@ -128,11 +128,11 @@ def everyone(value: Any, state: PartialState | None) -> list[Any]:
     return values
 
 
-def anyone(flag: bool, state: PartialState) -> bool:
+def any_process(flag: bool, state: PartialState) -> bool:
     return total(float(flag), state) > 0
 
 
 def norm_of(parameters: list[nn.Parameter], clip: float) -> Tensor:
-    """The gradients' norm, after which they are clipped to `clip` (0: not at all)."""
+    """Clip the gradients to the norm `clip` (0: not at all), and return their norm before."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip or float("inf"), foreach=None)
     return gathered(norm)

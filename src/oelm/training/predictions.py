@@ -1,9 +1,9 @@
-"""predictions.npz: what a run said about every test item, in a local and in a published form.
+"""predictions.npz: a run's predictions for every test item, in a local and in a published form.
 
 In a run's folder the file holds all arrays of an evaluation, one entry per item: `ids`, `groups` (items with
-the same number belong together), and what its kind of task has of `labels`, `predictions`, `scores`, counts
-and item scores. The published form keeps what a report is computed from; what all runs of a task share lies
-once in a file of its own, `items-<task>-<digest>.npz`, beside or above the runs.
+the same number belong together), and those of `labels`, `predictions`, `scores`, counts and item scores that
+the kind of task has. The published form keeps what a report is computed from; arrays that all runs of a task
+share are stored once in a file of their own, `items-<task>-<digest>.npz`, beside or above the runs.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-# Whether a larger value of a built-in kind's metric is better: a report need not import the kinds for it.
+# Metrics of the built-in kinds -> whether larger is better; here, so that a report need not import the kinds.
 METRICS = {
     **dict.fromkeys(("accuracy", "f1_macro", "f1_weighted", "f1", "exact_match", "pearson"), True),
     **dict.fromkeys(("token_accuracy", "entity_f1", "entity_precision", "entity_recall"), True),
@@ -52,8 +52,8 @@ def larger_is_better(metric: str) -> bool:
 
 
 class ItemScores(NamedTuple):
-    """Scores of all items in the order of their ids: a metric is sum(scores) / sum(weights), a perplexity
-    the exponential and an RMSE the root of that. `groups` is None for records that have none."""
+    """Scores of all items in the order of their ids. The metric is sum(scores) / sum(weights), a perplexity
+    the exponential and an RMSE the square root of it. `groups` is None for records that have none."""
 
     scores: Array  # (N,) float64
     weights: Array  # (N,) float64: 1, or how many tokens, tags or entities an item counts for
@@ -62,9 +62,9 @@ class ItemScores(NamedTuple):
 
 
 def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
-    """The metric item by item; None for one that is no mean over items (macro F1) or was not recorded. The
-    metrics of the built-in kinds are here, so that a report need not import the kinds (and PyTorch); those of
-    a plugin's kind are its own (`TaskKind.item_scores`)."""
+    """The metric item by item; None if it is not a mean over items (macro F1) or was not recorded. Metrics of
+    built-in kinds are computed here, so that a report need not import the kinds (and PyTorch); those of a
+    plugin's kind by its `TaskKind.item_scores`."""
     scored: tuple[Array, Array | None] | None = None
     if _recorded(arrays, metric):
         scored = arrays[metric], None
@@ -94,7 +94,7 @@ def item_scores(metric: str, arrays: Mapping[str, Array]) -> ItemScores | None:
 
 
 def _recorded(arrays: Mapping[str, Array], *names: str) -> bool:
-    """Whether all of these are there, with one number per item."""
+    """Whether all of these arrays exist, with one number per item."""
     return all(name in arrays and arrays[name].ndim == 1 for name in names)
 
 
@@ -103,8 +103,8 @@ def compact(arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _smallest(values: Array) -> Array:
-    """In the smallest type: whole numbers exactly, others as float32, class probabilities (two axes) as
-    float16."""
+    """The values in their smallest type: integers exactly, others as float32, class probabilities (two axes)
+    as float16."""
     if values.dtype.kind == "f":
         if values.ndim > 1 or not np.isin(values, (0, 1)).all():
             return values.astype(np.float16 if values.ndim > 1 else np.float32)
@@ -122,14 +122,14 @@ def write_predictions(folder: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def publish_predictions(folder: Path, arrays: Mapping[str, Array], root: Path, task: str) -> None:
-    """Write the published form into a run's folder below `root`, and what runs share once into `root`. Texts,
-    class probabilities and places in a text are left out. Classes are written as label XOR prediction: mostly
-    zeros, which compress."""
+    """Write the published form into a run's folder below `root`, and the shared arrays once into `root`.
+    Texts, class probabilities and positions in a text are left out. Predicted classes are written as label
+    XOR prediction, which is mostly zeros and compresses well."""
     arrays = compact(arrays)
     shared = {name: arrays[name] for name in SHARED if _numbers(arrays, name)}
     own = {name: arrays[name] for name in OWN if _numbers(arrays, name)}
     if "scores" in own and "tokens" not in shared:
-        del own["scores"]  # of an answer's place: no nats
+        del own["scores"]  # scores of answer spans, which no report uses
     if _numbers(own, "predictions", "iu") and _numbers(shared, "labels", "iu"):
         own[WRONG] = _smallest(np.bitwise_xor(own.pop("predictions"), shared["labels"]))
     digest = _digest(shared)
@@ -144,7 +144,7 @@ def _numbers(arrays: Mapping[str, Array], name: str, kinds: str = "iuf") -> bool
 
 
 def read_predictions(folder: Path) -> dict[str, Array] | None:
-    """The arrays of a run's folder, in whichever form they are; None where they are not there or damaged."""
+    """The arrays of a run's folder, from either form; None if they are missing or damaged."""
     try:
         arrays = _read(folder / FILE)
         if DIGEST not in arrays:
@@ -161,7 +161,7 @@ def read_predictions(folder: Path) -> dict[str, Array] | None:
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a run's folder holds the published form, which is not whole without the shared file."""
+    """Whether a run's folder holds the published form, which needs the shared file to be complete."""
     try:
         return DIGEST in _read(folder / FILE)
     except UNREADABLE:
@@ -171,9 +171,9 @@ def is_published(folder: Path) -> bool:
 def _find_shared(folder: Path, digest: str) -> dict[str, Array] | None:
     """The shared arrays of this digest, from the nearest folder above that has them."""
     folder = folder.resolve()
-    for place in (folder, *folder.parents):
-        for path in place.glob(f"items-*-{digest[:12]}.npz"):
-            if path.is_symlink():  # it may have come with somebody else's records
+    for above in (folder, *folder.parents):
+        for path in above.glob(f"items-*-{digest[:12]}.npz"):
+            if path.is_symlink():  # records of someone else may contain links to other files
                 continue
             shared = _read(path)
             return shared if _digest(shared) == digest else None
@@ -181,7 +181,7 @@ def _find_shared(folder: Path, digest: str) -> dict[str, Array] | None:
 
 
 def _digest(arrays: Mapping[str, Array]) -> str:
-    """Of what the arrays hold, not of how a file packs it."""
+    """The SHA-256 of the arrays' contents, independent of the compression."""
     total = hashlib.sha256()
     for name, values in sorted(arrays.items()):
         total.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
@@ -195,7 +195,7 @@ def _write(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    if not path.is_file():  # a pipe would wait for ever
+    if not path.is_file():  # reading a pipe would block
         raise FileNotFoundError(path)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:  # np.load leaves it open
         return {name: arrays[name] for name in arrays.files}

@@ -1,6 +1,6 @@
-"""What a user asks for with `oelm train` or `oelm.train`: options by name, made a config, trained.
+"""The requests of `oelm train` and `oelm.train`: options by name become a config, which is trained.
 
-Nothing heavy is imported here: `import oelm` brings the function.
+Nothing heavy is imported here, as `import oelm` imports this module.
 """
 
 import inspect
@@ -21,12 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | Path
 Assignments = Mapping[str, Any] | Iterable[str]  # {"training.clip": 0.5}, ["training.clip=0.5"], or that one
 Callback = Callable[[dict[str, Any]], None]
-SHORT = {"lm": "lm"}  # options that stand for a kind
+SHORT = {"lm": "lm"}  # options that are short for a task kind
 OPTIONS = (*FLAGS, *SHORT)
 
 
-def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, each in one form: `lm` is `kind="lm"`, one tracker is a list of one."""
+def normalized_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, in one form: `lm` becomes `kind="lm"`, one tracker a list of one."""
     given = {name: value for name, value in options.items() if value not in (None, [])}
     if unknown := [name for name in given if name not in OPTIONS]:
         raise TypeError(f"unknown option {unknown[0]!r}; there are: {', '.join(OPTIONS)}")
@@ -38,15 +38,16 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
-def listed(value: Any) -> list[Any]:
-    """A list, the parts of one written with commas, or a single number as a list of one."""
+def as_list(value: Any) -> list[Any]:
+    """The value as a list: of its parts if it is text with commas, of one entry if it is a single number."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, Iterable) else [value]
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def takes_options(*without: str) -> Callable[[F], F]:
-    """Show every option in the signature of a function that takes them as **options."""
+    """A decorator that lists every option, except those in `without`, in the signature of a function that
+    takes **options."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -83,39 +84,40 @@ def train(
     (`training.log_every`), `on_evaluation` with every evaluation. An unfinished run in `out` is resumed.
     Raises `oelm.UserError` where the run cannot start; `show=False` prints nothing.
     """
-    from oelm.models.initial_values import drawn_ahead
+    from oelm.models.initial_values import drawing_ahead
     from oelm.training.run_result import RunResult
 
-    flags = flag_keys(spelled_out(options))
+    flags = flag_keys(normalized_options(options))
     flags |= {"training.stop_at_chance": True} if stop_at_chance else {}
     flags |= {"task.hold_out": True, "training.choose_on": "validation"} if fair else {}
-    flags |= {"plugins": listed(plugin)} if plugin else {}
+    flags |= {"plugins": as_list(plugin)} if plugin else {}
     file = None if config is None else Path(config)
     base: dict[str, Any] = {"training": {"eval_every": "auto"}} if file is None else {}
     if experiment is not None:
         from oelm.study.catalogue import experiment_config
 
         base = experiment_config(experiment).to_dict()
-    asked = resolve_config(base, file, *split_assignments(flags, set))
-    load_plugins(asked.plugins)
-    if fair and out is None and asked.experiment:  # the folder without -fair is that of the exact repeat
-        out = Path("runs", f"{asked.experiment}-fair")
+    resolved = resolve_config(base, file, *split_assignments(flags, set))
+    load_plugins(resolved.plugins)
+    if fair and out is None and resolved.experiment:  # the folder without -fair is that of the exact repeat
+        out = Path("runs", f"{resolved.experiment}-fair")
 
-    def heard(entry: dict[str, Any]) -> None:
+    def on_entry(entry: dict[str, Any]) -> None:
         callback = on_step if entry["kind"] == "train" else on_evaluation
         if callback is not None:
             callback(entry)
 
-    with drawn_ahead(asked):
-        results, folder = run_training(asked, out, overwrite, stop_after, show, heard)
-    return RunResult(folder, results, asked)
+    with drawing_ahead(resolved):
+        results, folder = run_training(resolved, out, overwrite, stop_after, show, on_entry)
+    return RunResult(folder, results, resolved)
 
 
 def run_training(
     config: RunConfig, out: PathLike | None, overwrite: bool, stop_after: float | None, show: bool,
-    heard: Callback,
+    on_entry: Callback,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Prepare the data (one process does, the others wait), then train: what results.json says, and where."""
+    """Prepare the data (in one process, while the others wait), then train. Returns the values of
+    results.json, and the run's folder."""
     from oelm.system.startup import without_collection
 
     with without_collection():
@@ -127,22 +129,22 @@ def run_training(
         from oelm.training.results import check_trackers
         from oelm.training.stopping import stopping
 
-    Method.from_dict(config.method.overrides())  # a wrong name costs no data preparation
+    Method.from_dict(config.method.overrides())  # a wrong name is refused before data is prepared
     check_trackers(config.training.trackers)
     folder, state, began = Path(out or default_folder(config)), process_state(), time.monotonic()
     if config.training.eval_every == "auto" and (folder / "config.toml").is_file() and not overwrite:
-        there = read_config(folder).training.eval_every  # a run that is resumed or extended keeps its own
-        config = replace(config, training=replace(config.training, eval_every=there))
+        own = read_config(folder).training.eval_every  # a run that is resumed or extended keeps its interval
+        config = replace(config, training=replace(config.training, eval_every=own))
     with stopping(stop_after), state.main_process_first():
         config, store = prepare_data(config, state.device, show=show and bool(state.is_main_process))
-    if stop_after is not None:  # preparing took some of it
+    if stop_after is not None:  # the preparation counts, too
         stop_after = max(0.001, stop_after - (time.monotonic() - began))
     options: dict[str, Any] = {"overwrite": overwrite, "stop_after": stop_after, "show": show}
-    return train_run(config, store, folder, **options, heard=heard), folder
+    return train_run(config, store, folder, **options, on_entry=on_entry), folder
 
 
 def split_assignments(flags: dict[str, Any], assignments: Assignments) -> tuple[dict[str, Any], list[str]]:
-    """Keys with their values, and those that are still text: key=value."""
+    """The flags with assignments given as a mapping, and the assignments given as text, key=value."""
     if isinstance(assignments, Mapping):
         return flags | dict(assignments), []
     return flags, [assignments] if isinstance(assignments, str) else list(assignments)

@@ -1,6 +1,6 @@
-"""From a user's config to a run with nothing left open, once: `prepare_data`, then `resolve_run`.
+"""Resolve a user's config to a run with nothing left open: first `prepare_data`, then `resolve_run`.
 
-Both return new frozen objects, and nothing changes these afterwards.
+Both return new frozen objects, which nothing changes afterwards.
 """
 
 import math
@@ -31,17 +31,17 @@ from oelm.training.folder import read_config
 
 # GPT-2's vocabulary is 93 % of the smallest model, and on a CPU nearly all of a language model's step.
 SMALL, SMALL_TOKENIZER = "gpt-tiny", "train:8192"
-EVALUATIONS = 10  # of a run that says nothing about it, on the command line and in Python
-UNBALANCED = 5  # times as many training items as the rarest class has, in the most frequent one
-LARGEST_SHARE = 0.75  # of a model's numbers that its tokens' embeddings may have without a note
-LARGEST_READ_SHARE = 0.9  # the same where the model only reads them
-# Keys of a file's rows and columns, which a prepared dataset has no more.
+EVALUATIONS = 10  # evaluations of a run by default, on the command line and in Python
+UNBALANCED = 5  # ratio of the largest to the smallest class in training at which a note is made
+LARGEST_SHARE = 0.75  # share of a language model's parameters in token embeddings, above which it gets a note
+LARGEST_READ_SHARE = 0.9  # the same for a model that does not predict tokens
+# Keys of a file's rows and columns, which a prepared dataset no longer has.
 OF_PREPARATION = ("text", "text_pair", "label", "target", "train_size", "train_on", "test_file", "split_seed")
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with nothing left open: what a step, a benchmark and an estimate are made from."""
+    """A run with nothing left open, from which a step, a benchmark or an estimate is made."""
 
     config: RunConfig  # all defaults filled in
     device: torch.device
@@ -61,8 +61,8 @@ class ResolvedRun:
 def resolve_run(
     config: RunConfig, objective: Objective, device: torch.device, processes: int = 1
 ) -> ResolvedRun:
-    """What a config means on this data, device and number of processes. Raises UserError where it cannot run.
-    `objective` knows the prepared dataset and how its items are counted."""
+    """Resolve a config for a prepared dataset (that of `objective`), a device and a number of processes.
+    Raises UserError if it cannot run."""
     config = _with_model(config, device)
     training, store = config.training, objective.store
     precision, warning = resolve_precision(training.precision, device)
@@ -81,7 +81,9 @@ def resolve_run(
             "would change; train it anew"
         )
     if training.eval_every == "auto":
-        config = replace(config, training=replace(training, eval_every=_interval(objective, plan, total)))
+        config = replace(
+            config, training=replace(training, eval_every=_eval_interval(objective, plan, total))
+        )
         training = config.training
     warmup = warmup_steps(training.warmup, total)
     warnings = [warning, *store.warnings, large_vocabulary(str(config.model.name), objective)]
@@ -93,16 +95,16 @@ def resolve_run(
         warnings.append(unbalanced(store))
     if training.extended_from:
         warnings.append(notice("training.extended", ends=list(training.extended_from), steps=total))
-    warnings += notes_on_start(str(config.model.name), objective.kind, config.task.max_length)
+    warnings += start_warnings(str(config.model.name), objective.kind, config.task.max_length)
     if training.choose_on == "test":
         warnings.append(notice("training.chosen_on_test"))
-    noted = tuple(filter(None, warnings))
-    return ResolvedRun(config, device, processes, precision, plan, total, warmup, noted)
+    given_warnings = tuple(filter(None, warnings))
+    return ResolvedRun(config, device, processes, precision, plan, total, warmup, given_warnings)
 
 
-def _interval(objective: Objective, plan: Plan, total: int) -> int:
-    """Steps between evaluations: ten over the run, or fewer, so that they read at most twice as many items as
-    training does; where a model has to write at each of them, one an epoch (0)."""
+def _eval_interval(objective: Objective, plan: Plan, total: int) -> int:
+    """Steps between evaluations: EVALUATIONS over the run, or fewer, so that they read at most twice as many
+    items as training does; 0, once per epoch, for models that generate text at each evaluation."""
     if objective.kind.writes:
         return 0
     split = objective.plan("validation", 1, None, None) if "validation" in objective.store.splits else None
@@ -111,18 +113,18 @@ def _interval(objective: Objective, plan: Plan, total: int) -> int:
 
 
 def warmup_steps(warmup: float, total: int) -> int:
-    """The steps in which the learning rate rises: `training.warmup`, or that share of all steps."""
+    """The number of warm-up steps: `training.warmup` or, if it is below 1, that share of all steps."""
     return int(warmup * total) if warmup < 1 else int(warmup)
 
 
 def objective_of(config: RunConfig, store: Store) -> Objective:
-    """What a run learns on its data."""
+    """The objective of a run on its prepared dataset."""
     training = config.training
     return make_objective(store, config.task.max_length, training.label_smoothing, training.class_weights)
 
 
 def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | None]:
-    """The precision a run really uses, and a warning where that is not what was asked for."""
+    """The precision that a run uses, and a warning if it is not the one in the config."""
     if wanted == "auto":
         return ("bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"), None
     if wanted == "fp16" and device.type != "cuda":
@@ -131,13 +133,13 @@ def resolve_precision(wanted: str, device: torch.device) -> tuple[str, Notice | 
 
 
 def large_vocabulary(model: str, objective: Objective) -> Notice | None:
-    """A note on a reference GPT most of which is the embedding of its tokens: as a language model it computes
-    little else, and as a classifier it learns few of them from a small dataset."""
+    """A note on a reference GPT whose parameters are mostly token embeddings: a language model then computes
+    little else, and a classifier learns few of them from a small dataset."""
     if model not in SIZES:
         return None
     layers, width, _, positions = SIZES[model]
     tokens = objective.store.vocab_size
-    share = tokens / (tokens + positions + 12 * layers * width)  # of (..) x width numbers, norms left out
+    share = tokens / (tokens + positions + 12 * layers * width)  # both times `width`; norms left out
     predicts = objective.kind.predicts_tokens
     if share <= (LARGEST_SHARE if predicts else LARGEST_READ_SHARE):
         return None
@@ -146,7 +148,7 @@ def large_vocabulary(model: str, objective: Objective) -> Notice | None:
 
 
 def unbalanced(store: Store) -> Notice | None:
-    """A note on classes of a file that are so unequal that accuracy says little about the rare ones."""
+    """A note on classes so unbalanced that accuracy says little about the rare ones."""
     counts = store["train"].meta.get("class_counts") or [1]
     if store.metric != "accuracy" or max(counts) < UNBALANCED * min(counts):
         return None
@@ -155,7 +157,7 @@ def unbalanced(store: Store) -> Notice | None:
 
 
 def _with_model(config: RunConfig, device: torch.device) -> RunConfig:
-    """The config with its model named: the device's default, or the model folder of a run that is named."""
+    """The config with the name of its model: by default the device's, and of a run its model folder."""
     name = model_folder(config.model.name or default_model(device))
     return replace(config, model=replace(config.model, name=name))
 
@@ -190,8 +192,8 @@ def prepare_data(config: RunConfig, device: torch.device, show: bool) -> tuple[R
     return replace(config, task=replace(task, tokenizer=store.meta["tokenizer"]["name"])), store
 
 
-def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[Notice]:
-    """Warnings about the model that a run starts from, where that was trained by this package."""
+def start_warnings(name: str, kind: TaskKind, max_length: int) -> list[Notice]:
+    """Warnings about the model that a run starts from, if this package trained it."""
     model = Path(any_start(name))
     config = model / "config.json"
     values = read_object(config) if config.is_file() else {}
@@ -201,24 +203,24 @@ def notes_on_start(name: str, kind: TaskKind, max_length: int) -> list[Notice]:
     if "OelmGPTForCausalLM" in (values.get("architectures") or []) and not kind.stream:
         notes.append(notice("training.was_causal", model=name))
     if values.get("positions", "learned") == "learned" and (model.parent / "config.toml").is_file():
-        seen = read_config(model.parent).task.max_length
-        if seen < max_length:
-            values = {"model": name, "trained": seen, "max_length": max_length}
+        trained = read_config(model.parent).task.max_length
+        if trained < max_length:
+            values = {"model": name, "trained": trained, "max_length": max_length}
             notes.append(notice("training.new_positions", **values))
     return notes
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Where a run is written if nobody says where."""
+    """The folder of a run for which none is given."""
     task, model = Path(str(config.task.name or config.task.data)), Path(config.model.name or "gpt")
     if model.name == "model" and (model.parent / "config.toml").is_file():
-        model = model.parent  # a run's model goes by the run's name
+        model = model.parent  # the model of a run is named after the run
     parts = (task.stem, model.name, config.method.name, f"lr{config.training.lr:g}")
     return Path("runs", config.experiment or "-".join([*parts, f"s{config.training.seed}"]))
 
 
 def choice_of(task: TaskConfig, model: str | None) -> Choice:
-    """A run's `[task]` table as a choice of data. A pretrained model brings its own tokenizer."""
+    """A run's `[task]` table as a choice of data. A pretrained model has its own tokenizer."""
     if bool(task.name) == bool(task.data):
         raise UserError("name one of task.name (--task) and task.data (--data)")
     if task.name:
@@ -244,7 +246,7 @@ def check_tokenizer(store: Store, tokenizer: Any, model: str) -> None:
 
 
 def check_prepared(store: Store, task: TaskConfig) -> None:
-    """Refuse a config that asks for something else than a prepared dataset holds."""
+    """Refuse a config that does not fit the prepared dataset it names."""
     late = [name for name in OF_PREPARATION if getattr(task, name) != getattr(TaskConfig, name)]
     if not task.hold_out and "validation" in store.splits:
         late.append("hold_out")

@@ -1,4 +1,5 @@
-"""What a run leaves behind: estimates before it, timings, results.json, the trained model and its card."""
+"""The results of a run: an estimate before it, timings, results.json, trackers, the trained model and its
+card."""
 
 import resource
 import statistics
@@ -29,31 +30,31 @@ from oelm.training.resolve import ResolvedRun
 if TYPE_CHECKING:
     from oelm.training.run import Run
 
-# Of a run's record. 2: `failure` says of which kind the failure of a run is; 3: test items have groups, and
-# `arithmetic` says how the run was computed; 4: warnings and reasons are codes with values, `architecture`
-# names the model's family.
+# The schema of a run's record. 2: `failure` has the kind of a failure; 3: test items have groups, and
+# `arithmetic` has what pairs must share; 4: warnings and reasons are codes with values, `architecture` is the
+# model's family.
 SCHEMA = 4
 
 
 def estimate(model: Any, kind: str, run: ResolvedRun) -> dict[str, float]:
-    """Memory of a process, time and checkpoint size, before the first step; good to a factor of two. Time: 6
-    operations per parameter and token at a third of the speed of a large matrix product here."""
+    """Estimate the memory of a process, the time and the checkpoint size, to a factor of two. Time: 6
+    operations per parameter and token, at a third of the speed of a large matrix product on this device."""
     per_step = run.plan.mean_tokens
     on_device = per_step / (run.processes * run.config.training.accumulate)
     scheduled = unfreezing_groups(model, method) if (method := method_of(model)).schedule else {}
     trainable = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad or n in scheduled)
-    multiplied = everything = sum(p.numel() for p in model.parameters())
+    in_products = parameters = sum(p.numel() for p in model.parameters())
     text_config = model.config.get_text_config()
     activations = on_device * text_config.hidden_size * text_config.num_hidden_layers * 40 * 4
     if task_kind(kind).predicts_tokens:
         activations += on_device * text_config.vocab_size * 3 * 4
     else:
-        multiplied -= model.get_input_embeddings().weight.numel()
-    sharers = run.processes if run.config.training.fsdp else 1
+        in_products -= model.get_input_embeddings().weight.numel()
+    shards = run.processes if run.config.training.fsdp else 1
     return {
-        "memory_bytes": (4 * everything + 12 * trainable) / sharers + activations,
-        "time_s": 6 * multiplied * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
-        "checkpoint_bytes": 4 * everything + 8 * trainable,
+        "memory_bytes": (4 * parameters + 12 * trainable) / shards + activations,
+        "time_s": 6 * in_products * per_step * run.total_steps / (0.33 * _speed(run.device) * run.processes),
+        "checkpoint_bytes": 4 * parameters + 8 * trainable,
     }
 
 
@@ -70,15 +71,15 @@ def _speed(device: torch.device) -> float:
 
 
 def timing(step_times: list[float], eval_time_s: float, test_time_s: float) -> dict[str, Any]:
-    """timing_stats.json: seconds per step, the first ones left out; evaluations and saves do not count.
-    `every_step`: each step was timed, where older records have means over the steps between two log lines."""
+    """timing_stats.json: seconds per step, without the first steps, evaluations and saves. `every_step`: each
+    step was timed; older records have means over the steps between two log lines."""
     stats: dict[str, Any] = {"steps_measured": len(step_times), "every_step": True}
     if step_times:
         stats |= {"mean_s": statistics.fmean(step_times), "median_s": statistics.median(step_times)}
     return stats | {"validation_time_s": round(eval_time_s, 3), "test_time_s": round(test_time_s, 3)}
 
 
-# The names of the published reports' files -> where results.json has the same (docs/reports.md).
+# A name in the published reports' files -> its key in results.json (docs/reports.md).
 REPORTS_KEYS = {
     "model_type": "method", "dataset": "task", "max_lr": "lr", "best_epoch": "best.epoch",
     "best_accuracy": "best.metrics.accuracy", "final_val_accuracy": "final.metrics.accuracy",
@@ -87,7 +88,7 @@ REPORTS_KEYS = {
     "total_params": "parameters.total", "trainable_params": "parameters.trainable",
     "frozen_params": "parameters.frozen",
 }  # fmt: skip
-# -> where results.json or timing_stats.json has it.
+# The same for their timings -> the key in results.json or timing_stats.json.
 REPORTS_TIMING = {
     "mean_step_time": "mean_s", "median_step_time": "median_s", "num_steps_measured": "steps_measured",
     "total_wall_time": "total_time_s", "pure_training_time": "train_time_s",
@@ -95,7 +96,7 @@ REPORTS_TIMING = {
 }  # fmt: skip
 
 
-def in_reports_words(results: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
+def under_reports_names(results: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
     """The results under the names of the published reports, whose accuracies are in per cent."""
     values = flat(results) | timing
     named = {name: values[key] for name, key in REPORTS_KEYS.items() if key in values}
@@ -105,7 +106,8 @@ def in_reports_words(results: dict[str, Any], timing: dict[str, Any]) -> dict[st
 
 
 def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str, Any]) -> dict[str, Any]:
-    """results.json of a finished run; `test_metrics` is None for one that left the test split alone."""
+    """results.json of a finished run; `test_metrics` is None for a run that is not tested, such as a
+    trial."""
     progress, metric, best = run.progress, run.objective.metric, run.progress.best or {}
     split = best["split"] if test_metrics is None else "test"
     references = trivial_baselines(run.store, (split,) if test_metrics is None else ())
@@ -125,11 +127,11 @@ def completed(run: "Run", test_metrics: dict[str, Any] | None, timing: dict[str,
         "references": references,
         "warnings": [warning.to_dict() for warning in progress.warnings],
     }
-    return results | {"reports": in_reports_words(results, timing)}
+    return results | {"reports": under_reports_names(results, timing)}
 
 
 def unfinished(run: "Run", status: str, error: BaseException) -> dict[str, Any]:
-    """results.json of a run that this error interrupted or made fail."""
+    """results.json of a run that this error interrupted or failed."""
     progress, advice = run.progress, getattr(error, "advice", None)
     return {
         **_common(run, status),
@@ -190,7 +192,8 @@ def _common(run: "Run", status: str) -> dict[str, Any]:
 
 
 def arithmetic(run: "Run") -> dict[str, Any]:
-    """What two runs must share to be a pair: version, path, order of sums, kind of device, precision."""
+    """The values that two runs must share to be a pair: numerics version, path, determinism, device,
+    precision."""
     device = run.state.device
     return {
         "numerics": numerics_of(str(run.config.model.name)),
@@ -203,13 +206,13 @@ def arithmetic(run: "Run") -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """On a GPU what its tensors took, on a CPU what the whole process took."""
+    """Peak memory in bytes: of the tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-PROJECT = "oelm"  # of all runs, where a tracker has projects or experiments
+PROJECT = "oelm"  # the project or experiment of all runs, for trackers that have one
 
 
 def track(run: "Run", values: dict[str, float]) -> None:
@@ -218,7 +221,7 @@ def track(run: "Run", values: dict[str, float]) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse a name that is no tracker's, or one that is not installed, before anything is written."""
+    """Refuse an unknown tracker, or one that is not installed, before anything is written."""
     for name in names:
         if name not in (known := tracker_classes()):
             raise UserError(f"unknown tracker {name!r}; known: {', '.join(known)}")
@@ -227,7 +230,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start_trackers(run: "Run") -> list[Any]:
-    """All trackers of a run, or none: one that cannot be started leaves no other open."""
+    """Start all trackers of a run; if one cannot be started, the others are closed."""
     started: list[Any] = []
     folder = run.folder.path.resolve()  # "." has no name
     for name in run.config.training.trackers:
@@ -240,14 +243,14 @@ def start_trackers(run: "Run") -> list[Any]:
             tracker.start()
             started.append(tracker)
             tracker.store_init_configuration({key: str(value) for key, value in settings.items()})
-        except Exception as error:  # no server, no key: every tracker has errors of its own
+        except Exception as error:  # no server, no key: trackers have no common error class
             finish_trackers(started)
             raise UserError(f"tracker {name!r} cannot be started: {first_line(error)}") from error
     return started
 
 
 def finish_trackers(trackers: Iterable[Any]) -> list[str]:
-    """Close trackers, and say which could not be: what a run recorded does not depend on them."""
+    """Close trackers, and return messages on those that failed, as a run's record does not depend on them."""
     failed = []
     for tracker in trackers:
         try:
@@ -258,17 +261,17 @@ def finish_trackers(trackers: Iterable[Any]) -> list[str]:
 
 
 def save_model(run: "Run", results: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """model/: the best model with its tokenizer and a card, whole or not at all."""
-    run.step.raw.config.task_kind = run.store.kind  # what `oelm predict` must know
+    """Write model/, complete or not at all: the best model with its tokenizer and a card."""
+    run.step.raw.config.task_kind = run.store.kind  # read by `oelm predict`
     run.step.raw.config.text_pairs = bool(run.store.meta.get("pairs"))
     tokenizer = load_tokenizer(str(run.store.folder / "tokenizer"))
-    tokenizer.model_max_length = run.config.task.max_length  # longer texts it has never seen
+    tokenizer.model_max_length = run.config.task.max_length  # the model was not trained on longer texts
     card = trained_card(run, results)
     write_model(run.folder.path / "model", run.step.raw, tokenizer, card, weights)
 
 
 def trained_card(run: "Run", results: dict[str, Any]) -> str:
-    """The card of a trained model: its data and what it reaches on them, beside how it was made."""
+    """The card of a trained model: how it was made, its data, and its scores on them."""
     store, best = run.store, results["best"]
     sizes = ", ".join(f"{len(split):,} {name}" for name, split in store.splits.items())
     table = ""

@@ -1,4 +1,4 @@
-"""One process's part of a run: its parts, and how it starts."""
+"""A run in one process: its parts, how it starts, and how it falls back to the plain path."""
 
 import contextlib
 import time
@@ -28,7 +28,7 @@ from oelm.training.stopping import Stop
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint must know beside the weights."""
+    """The progress of a run: what a checkpoint stores besides the weights."""
 
     step: int = 0
     samples: int = 0
@@ -41,17 +41,17 @@ class Progress:
     stale: int = 0  # evaluations since the best
     stopped_early: bool = False
     at_chance: bool = False
-    due: float | None = None  # the epoch of an evaluation that was broken off and has still to be made
-    plain_from: int | None = None  # the first step of the plain path, where the fast one gave out
-    watch: Watch = field(default_factory=Watch)  # how far the fast path was from the plain one
+    due: float | None = None  # the epoch of an evaluation that was interrupted and must be repeated
+    plain_from: int | None = None  # the first step of the plain path, if the fast one failed
+    watch: Watch = field(default_factory=Watch)  # comparisons of the fast path with the plain one
     warnings: list[Notice] = field(default_factory=list)
     logged: int | None = None  # lines of metrics.jsonl
-    made_with: dict[str, str] | None = None  # what may change the last bits: `folder.arithmetic`
+    made_with: dict[str, str] | None = None  # `folder.arithmetic` of the process that wrote it
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
         warnings = [read_notice(warning) for warning in state.get("warnings", [])]
-        state = {key: value for key, value in state.items() if key != "freezing"}  # the step's
+        state = {key: value for key, value in state.items() if key != "freezing"}  # read by the step
         return cls(**(state | {"watch": Watch(**state.get("watch", {})), "warnings": warnings}))
 
     def warn(self, warning: Notice) -> None:
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """One process's part of a run, while it lasts."""
+    """A run in this process, from its start to its end."""
 
     resolved: ResolvedRun
     store: Store
@@ -69,7 +69,7 @@ class Run:
     state: PartialState
     conversion: Any  # the report of how the model was converted
     before: Fingerprint  # of the frozen weights
-    step: PlainStep  # how a step is taken; it holds the model and the optimizer
+    step: PlainStep  # takes the steps; holds the model and the optimizer
     progress: Progress
     folder: RunFolder
     checkpoints: Checkpoints
@@ -79,8 +79,8 @@ class Run:
     trackers: list[Any] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)  # seconds of each step
     saved_at: float = field(default_factory=time.monotonic)  # or when the process started
-    heard: Callable[[dict[str, Any]], None] = lambda entry: None  # called with what the log gets
-    held: Checkpoint | None = None  # the best so far, where it is not on disk yet
+    on_entry: Callable[[dict[str, Any]], None] = lambda entry: None  # called with what the log gets
+    unsaved_best: Checkpoint | None = None  # the best so far, if it is not on disk yet
 
     @property
     def config(self) -> RunConfig:
@@ -103,33 +103,35 @@ def start_run(
     resolved: ResolvedRun, objective: Objective, folder: RunFolder, state: PartialState, raw: Any,
     report: Any, show: bool, stop: Stop,
 ) -> Run:  # fmt: skip
-    """Place the model, wrap it, and go back to the newest checkpoint where there is one."""
+    """Place the model on its device, wrap it, and restore the newest checkpoint if there is one."""
     config, store = resolved.config, objective.store
     before = fingerprint(raw.to(state.device))
     checkpoints = Checkpoints(folder.path / "checkpoints", config.training.keep, state)
     loaded = checkpoints.load_last()
     progress, scaler = Progress(), {}
     if loaded is not None:
-        with _fitting(loaded):
+        with _must_fit_run(loaded):
             scaler = loaded.state.pop("scaler", {})
             progress = Progress.of(loaded.state)
             processes = int((progress.made_with or {}).get("processes", state.num_processes))
-            progress.tokens = progress.tokens * processes // state.num_processes  # each counts its own
+            progress.tokens = progress.tokens * processes // state.num_processes  # a process counts its own
     if progress.plain_from is None:
         step = make_step(resolved, objective, raw, state, progress.watch)
     else:
         step = PlainStep(resolved, objective, raw, state)
         step.why_plain = f"the fast path failed at step {progress.plain_from}"
     if loaded is not None:
-        with _fitting(loaded):
+        with _must_fit_run(loaded):
             step.restore(loaded)
             step.scaler.load_state_dict(scaler or step.scaler.state_dict())
         audit(raw, before)
-    around: dict[str, Any] = {}
+    environment_values: dict[str, Any] = {}
     if state.is_main_process:
-        around = environment(state.device, state.num_processes, numerics_of(str(config.model.name)))
-        now = arithmetic(around)
-        # Note where a resumed run goes on with other threads, processes, devices or packages than it had.
+        environment_values = environment(
+            state.device, state.num_processes, numerics_of(str(config.model.name))
+        )
+        now = arithmetic(environment_values)
+        # Warn if a resumed run goes on with other threads, processes, devices or packages than before.
         if progress.made_with and (changed := changes(progress.made_with, now)):
             progress.warn(notice("training.resumed_elsewhere", step=progress.step, changes=changed))
             progress.watch.again = True
@@ -143,8 +145,8 @@ def start_run(
     if run.main:
         if loaded is not None:
             checkpoints.clean_up(asdict(progress))
-        _introduce(run, resumed=loaded is not None)
-        folder.write("environment.json", around | {"data": store.fingerprint})
+        _announce(run, resumed=loaded is not None)
+        folder.write("environment.json", environment_values | {"data": store.fingerprint})
         run.trackers = results.start_trackers(run)
         metrics = folder.path / "metrics.jsonl"
         run.log = MetricsLog(metrics, progress.step, progress.due is None, progress.logged)
@@ -155,8 +157,8 @@ def start_run(
 
 
 def fall_back(run: Run, number: int) -> None:
-    """Go on by the plain path from step `number`, with the weights and moments of the step before. The fast
-    path has left these as they were: see `system.private_torch.fault_of`."""
+    """Continue by the plain path from step `number`, with the weights and moments of the step before, which
+    the failed step has not changed: see `system.private_torch.fault_of`."""
     progress = run.progress
     model, moments = run.step.hand_over(number - 1)
     frozen = {"freezing": run.step.freezing.record}
@@ -173,8 +175,8 @@ def fall_back(run: Run, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
-    """Refuse a checkpoint that is whole, but of another version or model."""
+def _must_fit_run(checkpoint: Checkpoint) -> Iterator[None]:
+    """Refuse a checkpoint that is intact but of another version or model."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -186,8 +188,8 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def _introduce(run: Run, resumed: bool) -> None:
-    """Say what is about to happen: size, memory, time; and refuse a disk that is too small."""
+def _announce(run: Run, resumed: bool) -> None:
+    """Print the model's size, the memory and the time of the run; refuse a disk that is too small."""
     step, say = run.step, run.display.say
     estimate = results.estimate(step.raw, run.store.kind, run.resolved)
     say(str(run.conversion))

@@ -1,4 +1,4 @@
-"""What `oelm.train` returns: where the run is, and its numbers."""
+"""The return value of `oelm.train`: the run's folder and its results."""
 
 import json
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """A finished run. `results` is what results.json says; empty in all processes but the first."""
+    """A finished run. `results` holds the values of results.json; it is empty in all processes but the
+    first."""
 
     folder: Path
     results: dict[str, Any]
-    config: RunConfig  # as it was asked for
+    config: RunConfig  # as requested, before it was resolved
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """On the test split or, where that was left alone, on validation."""
+        """The metrics on the test split or, if the run was not tested, of its best evaluation."""
         return dict((self.results["test"] or self.results["best"])["metrics"])
 
     def to_pandas(self) -> "pandas.DataFrame":

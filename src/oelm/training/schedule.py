@@ -1,4 +1,5 @@
-"""Learning rate and randomness as functions of the step alone, so a checkpoint need not store them."""
+"""Learning rate, optimizer and seeds of a step, as functions of the step, so that checkpoints need no
+state."""
 
 import math
 from typing import Any
@@ -17,9 +18,9 @@ from oelm.training.resolve import ResolvedRun, warmup_steps
 
 
 def learning_rate(run: ResolvedRun, step: int) -> float:
-    """The learning rate of step 0, 1, ...: linear warm-up, then constant, or down to 0."""
+    """The learning rate of step 0, 1, ...: linear warm-up, then by `training.schedule`."""
     training, warmup, total = run.config.training, run.warmup_steps, run.total_steps
-    if training.extended_from:  # each part has a schedule of its own
+    if training.extended_from:  # each extension has a schedule of its own
         ends = (*training.extended_from, total)
         first = max((end for end in training.extended_from if end <= step), default=0)
         step, total = step - first, next((end for end in ends if end > step), total) - first
@@ -36,10 +37,10 @@ def learning_rate(run: ResolvedRun, step: int) -> float:
 
 
 def shrinkage(run: ResolvedRun, scale: float, decay: float, steps: int) -> float:
-    """The factor by which weight decay alone shrinks a matrix in the first `steps` steps of a run, where its
-    learning rate and its weight decay are multiplied by `scale` and `decay`."""
-    rates = (learning_rate(run, step) * scale for step in range(steps))
-    return math.prod(1 - rate * (run.config.training.weight_decay * decay) for rate in rates)
+    """The factor by which weight decay alone shrinks a matrix in the first `steps` steps of a run; `scale`
+    and `decay` multiply its learning rate and its weight decay."""
+    lrs = (learning_rate(run, step) * scale for step in range(steps))
+    return math.prod(1 - lr * (run.config.training.weight_decay * decay) for lr in lrs)
 
 
 def make_optimizer(
@@ -48,14 +49,16 @@ def make_optimizer(
     kind: type[torch.optim.AdamW] = torch.optim.AdamW,
     freezing: Freezing | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over *all* parameters: one that is frozen has no gradient and is neither touched, decayed nor
-    given state, and one that is unfrozen later trains (except in CUDA graphs recorded before). Vectors
-    (norms, biases) are not decayed. What is unfrozen at one time has groups of its own where its learning
-    rate is warmed up. A `kind` that is `recordable` is for CUDA graphs: its learning rate is a tensor that is
-    filled before every step (`set_learning_rate`)."""
+    """AdamW over *all* parameters. A frozen one has no gradient, so it is not updated, not decayed and has no
+    state; one that is unfrozen later trains (except in CUDA graphs recorded before).
+
+    Vectors (norms, biases) are not decayed. Layers that are unfrozen at different times have groups of their
+    own if the schedule warms up their learning rates. A `kind` that is `recordable` is for CUDA graphs: its
+    learning rate is a tensor that is filled before every step (`set_learning_rate`).
+    """
     device = next(model.parameters()).device
     scales = parameter_scales(model, training)
-    turns = freezing.groups if freezing and freezing.line.warmup else {}
+    turns = freezing.groups if freezing and freezing.timeline.warmup else {}
     recordable = getattr(kind, "recordable", False)
     groups: dict[tuple[float, float, int], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -81,7 +84,7 @@ def make_optimizer(
 
 
 def parameter_scales(model: nn.Module, training: TrainingConfig) -> dict[str, tuple[float, float]]:
-    """What each parameter's learning rate and weight decay are multiplied by."""
+    """The factors of each parameter's learning rate and weight decay, by name."""
     layers = layer_scales(model, training.layer_decay)
     rates = role_scales(model, training, "lr_scale")
     decays = role_scales(model, training, "weight_decay_scale")
@@ -89,21 +92,21 @@ def parameter_scales(model: nn.Module, training: TrainingConfig) -> dict[str, tu
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """What each parameter's learning rate is multiplied by: 1 for the task's head, `decay` for the top layer,
-    `decay` squared for the one below, and so on down to the embeddings and their norms."""
+    """The factor of each parameter's learning rate: 1 for the task's head, `decay` for the top layer, `decay`
+    squared for the one below, and so on down to the embeddings and their norms."""
     if decay == 1:
         return {name: 1.0 for name, _ in model.named_parameters()}
     return {name: decay**depth for name, depth in depths_from_top(model).items()}
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, lr: float, line: Timeline | None = None, step: int = 0
+    optimizer: torch.optim.Optimizer, lr: float, timeline: Timeline | None = None, step: int = 0
 ) -> None:
-    """Set the rate of a step; `line` says which layers are warming up at it."""
+    """Set the learning rate of a step; `timeline` has the warm-up of unfrozen layers."""
     for group in optimizer.param_groups:
         scaled = lr * group.get("scale", 1.0)
-        if line is not None and "turn" in group:
-            scaled *= line.lr_factor(group["turn"], step)
+        if timeline is not None and "turn" in group:
+            scaled *= timeline.lr_factor(group["turn"], step)
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(scaled)
         else:
@@ -111,9 +114,9 @@ def set_learning_rate(
 
 
 def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
-    """Dropout's randomness for one micro-batch of one process."""
+    """Seed dropout for one micro-batch (`part`) of one process."""
     value = int(shuffle_keys(np.array([part]), seed, step)[0] >> 1)
-    # torch.manual_seed would look for every kind of device there is, which takes as long as a small layer.
+    # torch.manual_seed would seed every kind of device, which takes as long as a small layer.
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.manual_seed(value)

@@ -1,7 +1,7 @@
-"""One optimizer step: what it needs, and the step itself, by PyTorch's own operations.
+"""One optimizer step, its model and its optimizer, by PyTorch's own operations: the plain path.
 
-Training is many of these with a folder around them (`run.py`); a benchmark is some of them with a clock.
-`speed/` takes the same step faster; without it, this one is taken.
+Training takes many of these and records them in a folder (`run.py`); a benchmark times some of them. `speed/`
+takes the same step faster; without it, this one is used.
 """
 
 import contextlib
@@ -18,7 +18,15 @@ from oelm.data.assemble import Batch, Layout
 from oelm.data.tasks.base import Objective
 from oelm.models.fit import takes_segments
 from oelm.training import parallel
-from oelm.training.checkpoint import Checkpoint, Held, Short, Tensors, capture, hold, restore
+from oelm.training.checkpoint import (
+    Checkpoint,
+    LiveEmbeddings,
+    TensorCopies,
+    Tensors,
+    capture,
+    copy_state,
+    restore,
+)
 from oelm.training.freezing import Freezing
 from oelm.training.resolve import ResolvedRun
 from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set_learning_rate
@@ -26,16 +34,17 @@ from oelm.training.schedule import learning_rate, make_optimizer, seed_step, set
 
 @dataclass
 class Watch:
-    """How far the fast path was from the plain one, where they were compared: a part of the record."""
+    """How far the fast path was from the plain one at the steps where they were compared; recorded."""
 
     checks: int = 0
     skipped: int = 0  # because the plain path needs more memory than there is
     largest: dict[str, float] = field(default_factory=dict)  # relative deviations of loss and grad_norm
-    again: bool = True  # at the next step: the first one, or the run goes on with other hardware or software
+    again: bool = True  # compare at the next step: the first one, or after a change of hardware or software
 
 
 class PlainStep:
-    """A model, its optimizer and how they are used, on one process. Subclasses replace the `_` methods."""
+    """A model, its optimizer and how they take a step, in one process. Subclasses override the `_`
+    methods."""
 
     plain = True
     why_plain = "training.fast is off"
@@ -66,25 +75,28 @@ class PlainStep:
         return make_optimizer(self.raw, self.config.training, freezing=self.freezing)
 
     def _begin(self, number: int) -> None:
-        """Freeze and unfreeze what the method's schedule says before step `number`."""
+        """Freeze and unfreeze by the method's schedule before step `number`."""
         if self.freezing.before_step(number):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Adapt to another set of parameters that train. DDP reduces the gradients of what trained when it
-        wrapped the model, and waits for them, so it must wrap it again; FSDP2 looks at every step."""
+        """Adapt to a changed set of parameters that train. DDP waits for the gradients of the parameters that
+        trained when it wrapped the model, so it must wrap it again; FSDP2 checks at every step."""
         self.freezing.drop_moments(self.optimizer)
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            training, self.model = self.model.training, self.raw  # the old one lets go of the gradients
+            # Replacing the old wrapper frees its gradient hooks.
+            training, self.model = self.model.training, self.raw
             self.model = parallel.wrap(self.raw, self.state, False).train(training)
 
     def take(self, number: int, batches: Epoch, k: int) -> tuple[Tensor, Tensor, int]:
-        """Take step `number` of the run, on batch k of an epoch. Returns the global batch's mean loss (on
-        this process: its part), the gradients' norm, and the tokens."""
+        """Take step `number` of the run, on batch k of an epoch. Returns this process's part of the global
+        batch's mean loss, the gradients' norm, and the number of tokens."""
         training, state, world = self.config.training, self.state, self.state.num_processes
         self._begin(number)
         count = self.objective.count("train", batches.batch(k))
-        set_learning_rate(self.optimizer, learning_rate(self.resolved, number), self.freezing.line, number)
+        set_learning_rate(
+            self.optimizer, learning_rate(self.resolved, number), self.freezing.timeline, number
+        )
         loss: Tensor = torch.zeros((), device=state.device)
         tokens = 0
         for micro in range(training.accumulate):
@@ -102,12 +114,12 @@ class PlainStep:
         with parallel.accumulating(self.model, last):
             with self.autocast():
                 loss = self.objective.loss(self.model, batch)
-            # DDP and FSDP2 average over processes; times their number that is the sum.
+            # DDP and FSDP2 average over processes; multiplied by their number, that is the sum.
             self.scaler.scale(loss * (self.state.num_processes / count)).backward()
         return loss.detach() / count
 
     def _use_gradients(self) -> Tensor:
-        """Clip the gradients, take the optimizer's step, and return their norm before."""
+        """Clip the gradients, take the optimizer's step, and return the gradients' norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         trained = [p for p in self.parameters if p.grad is not None]
         norm = parallel.norm_of(trained, self.config.training.clip)
@@ -117,27 +129,27 @@ class PlainStep:
         return norm
 
     def sync(self) -> None:
-        """Let the model's weights be up to date: before they are evaluated or saved."""
+        """Bring the model's weights up to date, before they are evaluated or saved."""
 
-    def hold(self) -> tuple[Held, Held]:
+    def copy_state(self) -> tuple[TensorCopies, TensorCopies]:
         """The weights and moments as they are now, for a checkpoint."""
         self.sync()
-        return hold(self.raw, self.optimizer, self._short())
+        return copy_state(self.raw, self.optimizer, self._live_embeddings())
 
     def capture(self) -> tuple[Tensors, Tensors]:
         self.sync()
-        return capture(self.raw, self.optimizer, self._short())
+        return capture(self.raw, self.optimizer, self._live_embeddings())
 
-    def _short(self) -> Short:
-        """Embeddings of which only some rows train."""
+    def _live_embeddings(self) -> LiveEmbeddings:
+        """The embeddings of which only some rows train, by the name of their weight."""
         return {}
 
     def restore(self, checkpoint: Checkpoint, moments: bool = True) -> None:
-        restore(checkpoint, self.raw, self.optimizer if moments else None, self._short())
+        restore(checkpoint, self.raw, self.optimizer if moments else None, self._live_embeddings())
         self._restore_frozen(checkpoint)
 
     def _restore_frozen(self, checkpoint: Checkpoint) -> None:
-        """Freeze what was frozen when the checkpoint was taken."""
+        """Restore what was frozen when the checkpoint was made."""
         if (record := checkpoint.state.get("freezing")) and self.freezing.restore(record):
             self._rebuild()
 
@@ -147,13 +159,13 @@ class PlainStep:
         return self.capture()
 
     def finish(self, steps: int) -> None:
-        """Put unused rows back into the embedding, before the model is tested and saved."""
+        """Restore the unused rows of the embedding, before the model is tested and saved."""
 
     def close(self) -> None:
-        """Give the model its own forward methods back."""
+        """Restore the model's own forward methods."""
 
     def why_unwatched(self) -> str | None:
-        """Why the fast path is not compared with the plain one; None where it is."""
+        """Why the fast path is not compared with the plain one; None if it is."""
         return "the run takes the plain path"
 
     def paths(self) -> dict[str, Any]:
@@ -164,8 +176,8 @@ class PlainStep:
         return "the plain path: texts are padded, no CUDA graphs, no kernels of our own"
 
 
-def speed_folder() -> Any:
-    """The package `oelm.speed`; None where it was taken away."""
+def speed_package() -> Any:
+    """The package `oelm.speed`; None if it is not installed."""
     try:
         import oelm.speed
     except ModuleNotFoundError as error:
@@ -176,18 +188,18 @@ def speed_folder() -> Any:
 
 
 def fast_forward(model: Any, precision: str) -> contextlib.AbstractContextManager[bool]:
-    """While this lasts, a model that is not trained computes by the fast paths; whether it takes packed
-    texts."""
-    speed = speed_folder()
+    """A context in which a model that is not trained computes by the fast paths; its value is whether the
+    model takes packed texts."""
+    speed = speed_package()
     return speed.fast_forward(model, precision) if speed else contextlib.nullcontext(False)
 
 
 def make_step(
     resolved: ResolvedRun, objective: Objective, raw: Any, state: PartialState, watch: Watch | None = None
 ) -> PlainStep:
-    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not there. With
-    `watch` the fast path is compared with the plain one now and then."""
-    if resolved.config.training.fast and (speed := speed_folder()):
+    """The step that a run takes: the fast one unless `training.fast` is off or `speed/` is not installed.
+    With `watch` the fast path is compared with the plain one now and then."""
+    if resolved.config.training.fast and (speed := speed_package()):
         return speed.FastStep(resolved, objective, raw, state, watch=watch)
     step = PlainStep(resolved, objective, raw, state)
     if resolved.config.training.fast:

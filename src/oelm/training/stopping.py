@@ -1,4 +1,4 @@
-"""How a run is told to stop: signals and a time limit."""
+"""Requests to stop a run: signals and a time limit."""
 
 import contextlib
 import signal
@@ -13,9 +13,11 @@ from oelm.system.messages import Notice, notice, sentences
 
 @dataclass
 class Stop:
-    """Why this process was told to stop, if it was. `patient` while steps are made: the loop looks at
-    `reason` after each and saves before it leaves. At any other time all that is worth keeping is on disk,
-    and the order is obeyed at once."""
+    """The request to stop this process; `reason` is None without one.
+
+    While `patient` is set, the training loop checks `reason` after each step and saves before it ends. At any
+    other time there is nothing to save, and a request raises `Interrupted` at once.
+    """
 
     reason: Notice | None = None
     patient: bool = False
@@ -23,14 +25,14 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping(stop_after: float | None) -> Iterator[Stop]:
-    """SIGTERM, SIGUSR1, Ctrl-C and the time limit ask a run to save and leave. A second Ctrl-C does not
-    ask."""
+    """A context in which SIGTERM, SIGUSR1, Ctrl-C and the time limit request a stop. A second Ctrl-C raises
+    KeyboardInterrupt."""
     stop = Stop()
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")
-    sentences()  # a signal can arrive in the middle of an import that reading them needs
+    sentences()  # read now, as a signal can arrive during an import that reading them needs
     if threading.current_thread() is not threading.main_thread():
-        # Python delivers signals to the main thread only: here the time limit is seen where the run looks.
+        # Python delivers signals to the main thread only; here a timer sets the reason for the loop to check.
         limit = threading.Timer(stop_after or 0, setattr, (stop, "reason", notice("stop.time_limit")))
         limit.daemon = True
         if stop_after is not None:
@@ -41,10 +43,10 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
             limit.cancel()
         return
     names = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
-    if stop_after is not None:  # without a limit the alarm stays its owner's
+    if stop_after is not None:  # without a limit, SIGALRM is left to the caller
         names[signal.SIGALRM] = ""
 
-    def ask(number: int, _: Any) -> None:
+    def on_signal(number: int, _: Any) -> None:
         if stop.reason is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -54,7 +56,7 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
         if not stop.patient:
             raise Interrupted(stop.reason)
 
-    previous = {number: signal.signal(number, ask) for number in names}
+    previous = {number: signal.signal(number, on_signal) for number in names}
     try:
         if stop_after is not None:
             signal.setitimer(signal.ITIMER_REAL, stop_after)

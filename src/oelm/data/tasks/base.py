@@ -1,8 +1,8 @@
-"""What every task kind provides: how its data is read and prepared, what is learned, how it is measured, and
-how a trained model answers lines of text. One kind is one module beside this one (docs/extending.md).
+"""The base classes of task kinds: how data is read and prepared, what is learned, how it is measured, and how
+a trained model answers lines of text. One kind is one module beside this one (docs/extending.md).
 
-A loss is returned as a *sum* over what counts (texts, target tokens) so that the training loop can divide
-by the count of the whole global batch, whatever the number of processes and accumulation steps.
+A loss is returned as a *sum* over what is counted (texts, target tokens), so that the training loop can
+divide by the count of the whole global batch, whatever the number of processes and accumulation steps.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ class Measured:
 
 
 class Objective(ABC):
-    """What is learned from a prepared dataset: batches, loss, evaluation."""
+    """The objective on a prepared dataset: batches, loss, evaluation."""
 
     def __init__(
         self, store: Store, window: int = 0, label_smoothing: float = 0.0, class_weights: str = "none"
@@ -76,7 +76,7 @@ class Objective(ABC):
         return batch
 
     def ids(self, split: str, items: Array) -> Array:
-        """What the items are called in records: the numbers of their rows."""
+        """The items' ids in records: the numbers of their rows."""
         return self.store[split].ids[items]
 
     def groups(self, split: str) -> Array:
@@ -84,7 +84,7 @@ class Objective(ABC):
         return self.store[split].groups
 
     def count(self, split: str, items: Array) -> int:
-        """How many texts or target tokens the loss of these items sums over."""
+        """The number of texts or target tokens that the loss of these items sums over."""
         return len(items)
 
     @abstractmethod
@@ -92,28 +92,28 @@ class Objective(ABC):
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Array]]:
-        """The loss, and per item whatever `measure` needs, along the first axis. Tensors stay on their
-        device: `evaluate` reads them after the last batch, so that a GPU is not waited for in between."""
+        """The loss, and the values per item that `measure` needs, along the first axis. Tensors stay on their
+        device: `evaluate` reads them after the last batch, so that it never waits for the GPU in between."""
 
     @abstractmethod
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured: ...
 
     def majority(self, split: str) -> float | None:
-        """The accuracy of always predicting the most frequent training class, where there are classes."""
+        """The accuracy of always predicting the most frequent training class; None without classes."""
         return None
 
 
 @dataclass
 class Items:
-    """Lines as a model reads them: one item for each, or several for one that holds a long document."""
+    """Encoded lines: one item for each line, or several for a line with a long document."""
 
     tokens: Array  # of all items, end to end
     lengths: Array  # (items,)
-    template: int  # tokens of an item that are not text; one with no others has nothing to read
-    cut: int = 0  # lines that were longer than what the model reads
+    template: int  # special tokens of an item; an item with no others is empty
+    cut: int = 0  # lines that were longer than the model's maximum
     second: Array | None = None  # (items,) where the second segment begins
-    line: Array | None = None  # (items,) whose item it is, ascending; None: every line has one
-    more: dict[str, Any] = field(default_factory=dict)  # what `Reader.answer` needs beside
+    line: Array | None = None  # (items,) the number of the item's line, ascending; None: one item per line
+    more: dict[str, Any] = field(default_factory=dict)  # further values for `Reader.answer`
 
 
 class Reader(ABC):
@@ -121,10 +121,10 @@ class Reader(ABC):
     model computes), then `outputs` of batches of similar length, then `answer` for each line."""
 
     says: tuple[str, ...]  # the keys of its answers
-    compared: str | None = None  # the one of them that a row's label is compared with
+    compared: str | None = None  # the key that is compared with a row's label
     reads: tuple[str, ...] = ("text",)  # the columns of a line: a text, or two with a tab between
     packable = False  # the reference GPT can read its items packed end to end
-    vocabulary = 0  # size of the logits of a token, where they are over the vocabulary
+    vocabulary = 0  # logits per token, for models that predict tokens; 0 for others
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -132,7 +132,7 @@ class Reader(ABC):
         self.pad_id = pad_id(tokenizer)
 
     def problem(self, line: str) -> str:
-        """Why a line cannot be read; empty where it can."""
+        """Why a line cannot be read; empty if it can."""
         return ""
 
     def encode(self, lines: list[str]) -> Items:
@@ -146,10 +146,11 @@ class Reader(ABC):
 
     @abstractmethod
     def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
-        """The answer to a line, whose items are `mine`; `said` has the entries of `outputs` for each."""
+        """The answer to a line. `mine` are the indices of its items, `said` the entries of `outputs` for
+        each of them."""
 
     def batch(self, items: Items, chosen: Array, packed: bool = False) -> Batch:
-        """The chosen items as the model takes them: padded or, `packed`, end to end."""
+        """A batch of the chosen items, padded or, if `packed`, end to end."""
         starts = np.cumsum(items.lengths) - items.lengths
         lengths = items.lengths[chosen]
         tokens = items.tokens[ranges(starts[chosen], lengths)]
@@ -165,7 +166,7 @@ class Reader(ABC):
 
 
 def pair_fault(halves: list[str]) -> str:
-    """What is wrong with a line that should be two texts; empty where nothing is."""
+    """What is wrong with a line that should be two texts; empty if nothing is."""
     if len(halves) != 2:
         return f"are {len(halves) - 1} tabs" if len(halves) > 2 else "is no tab"
     missing = [where for half, where in zip(halves, ("before", "after"), strict=True) if not half.strip()]
@@ -173,32 +174,32 @@ def pair_fault(halves: list[str]) -> str:
 
 
 class TaskKind(ABC):
-    """One kind of task. The attributes say what it is; the methods are called in this order."""
+    """One kind of task. Its attributes describe it; its methods are listed in the order of their calls."""
 
     name: str  # in prepared datasets, configs and the catalogue
-    does: str  # what its models do: "classify texts"
+    does: str  # a verb phrase for messages, such as "classify texts"
     auto_class: str  # the transformers Auto class of its models
-    metrics: Mapping[str, bool]  # everything it measures -> whether larger is better
-    metric: str  # that decides, for a user's file
+    metrics: Mapping[str, bool]  # metric -> whether larger is better
+    metric: str  # the one that decides, for a user's file
     objective: type[Objective]
-    reader: type[Reader] | None = None  # answers lines of text; None: it does not
+    reader: type[Reader] | None = None  # answers lines of text; None: `oelm predict` is not supported
 
     class_labels = False  # every text has one class: class weights, chance level, zero-shot
     stream = False  # a corpus: one stream of tokens, cut into windows of max_length when it is read
-    by_source = False  # an item needs all its texts, and items with the same first one stay in one split
-    writes = False  # a target is written for a source: both are needed, equal sources are duplicates
+    by_source = False  # an item needs all its texts, and items with the same first text stay in one split
+    writes = False  # models generate a target for a source; equal sources count as duplicates
     predicts_tokens = False  # the logits are over the vocabulary
     smooths = True  # its labels can be smoothed
     packable = False  # the reference GPT can read its texts packed end to end
 
-    # Reading: rows are checked, then assigned to splits. B027: what is empty here may stay so.
+    # Reading: rows are checked, then assigned to splits. B027: a kind need not override empty methods.
 
     def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
-        """Role -> column of a user's file, from the columns that were named."""
+        """Role -> column of a user's file, from the columns that the user named."""
         raise UserError(f"a user's file cannot be read as {self.name}; use a task: oelm data list")
 
     def item_texts(self, row: dict[str, Any]) -> tuple[str, ...]:
-        """The texts that make an item what it is, the one that groups related items first."""
+        """The texts that identify an item, first the one that groups related items."""
         return (row["text"], row["text_pair"]) if "text_pair" in row else (row["text"],)
 
     def read_task(self, dataset: Dataset, task: Task) -> None:  # noqa: B027
@@ -213,7 +214,7 @@ class TaskKind(ABC):
     # Preparing: everything is tokenised once and written to the prepared dataset.
 
     def lengths(self, lengths: Lengths) -> dict[str, int]:
-        """Which lengths change what is written."""
+        """The lengths that affect the prepared dataset, by their names in the config."""
         return {"max_length": lengths.text}
 
     def training_texts(self, dataset: Dataset, show: bool) -> Iterator[str]:
@@ -231,7 +232,7 @@ class TaskKind(ABC):
 
     def check_config(self, config: Any, name: str) -> None:
         """Refuse an architecture that cannot do the task, before its weights are fetched."""
-        half = self.stream and config.is_encoder_decoder  # half of an encoder-decoder is no language model
+        half = self.stream and config.is_encoder_decoder  # its decoder alone is not a language model
         if half or not has_model_for(self.auto_class, config):
             raise UserError(
                 f"{name} is a {config.model_type}, and such a model does not {self.does}; name one of "
@@ -249,7 +250,7 @@ class TaskKind(ABC):
         }
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:  # noqa: B027
-        """Make a model that was built or loaded fit the task, or refuse it."""
+        """Adapt a model that was built or loaded to the task, or refuse it."""
 
     def check_model(self, model: Any, name: str, task: str) -> None:
         """Refuse to evaluate a trained model on this kind of task."""
@@ -266,8 +267,8 @@ class TaskKind(ABC):
         return {}
 
     def item_scores(self, metric: str, arrays: Mapping[str, Array]) -> tuple[Array, Array | None] | None:
-        """Scores and weights per item of a metric of this kind's own, which is sum(scores) / sum(weights).
-        None for one that is no such mean: a study reaches no verdict by it."""
+        """Scores and weights per item of this kind's own metric, which is sum(scores) / sum(weights). None
+        for a metric that is not such a mean; a study cannot reach a verdict by it."""
         return None
 
     # Predicting.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm.data.assemble import PADDED, Array, Batch, Layout, filled, packed_batch
+from oelm.data.assemble import PADDED, Array, Batch, Layout, fill_to_round_sizes, packed_batch
 from oelm.data.catalogue import Task
 from oelm.data.dataset import DROPPED, Dataset
 from oelm.data.labels import UNLABELLED, all_whole, class_names, known_labels, missing_warning, user_labels
@@ -19,13 +19,13 @@ from oelm.data.tasks.texts import LabelledTexts, TextReader
 from oelm.errors import UserError
 from oelm.system.messages import notice
 
-MOST_STEPS = 200  # of the optimizer, which stops before at its own tolerance: good to half a point
+MOST_STEPS = 200  # of scikit-learn's optimizer; enough for an accuracy within half a point
 
 
 class ClassificationObjective(Objective):
     @cached_property
     def weights(self) -> Tensor | None:
-        """Of the classes, with mean 1 over the training texts."""
+        """The weight of each class, with mean 1 over the training texts; None if classes are not weighted."""
         if self.class_weights != "balanced":
             return None
         counts = np.array(self.store["train"].meta["class_counts"])
@@ -36,7 +36,7 @@ class ClassificationObjective(Objective):
             return super().batch(split, items, layout)
         batch = packed_batch(self.store[split], items, layout.segments)
         if layout.round_widths and split == "train":
-            batch = filled(batch, self.store.max_length, self.store.pad_id)
+            batch = fill_to_round_sizes(batch, self.store.max_length, self.store.pad_id)
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -63,7 +63,7 @@ class ClassificationObjective(Objective):
 
 
 class LabelReader(TextReader):
-    """The most likely label of a text, or of a pair, its probability, and those of the others."""
+    """The most likely label of a text or a pair, its probability, and the probabilities of all labels."""
 
     says = ("label", "score", "scores")
     compared = "label"
@@ -116,7 +116,7 @@ class Classification(LabelledTexts):
         dataset.label_names = classes
         number = {name: i for i, name in enumerate(classes)}
         used: list[str] = []
-        named = not all_whole(names)  # then so are the test file's, whatever they look like
+        named = not all_whole(names)  # then labels of the test file are names, too, even if they are numbers
         for part in dataset.parts:
             labels = names if part is train else user_labels(part.values, part.source, column, named)
             for row, name in enumerate(labels):
@@ -157,7 +157,7 @@ class Classification(LabelledTexts):
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         super().fit_model(model, store, name)
-        if model.config.problem_type is not None:  # what it was for another task
+        if model.config.problem_type is not None:  # set for another task before
             model.config.problem_type = "single_label_classification"
 
     def scores(self, store: Store, split: Split, predictions: Array) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Language modelling: documents in, one stream of tokens per split out, with bounded memory.
+"""Language modelling: documents become one stream of tokens per split, with bounded memory.
 
-A stream starts with the boundary token, so that the first real token is predicted like any other; where
-rows are documents, each ends with it. Boundaries have no bytes. In a stream of lines (WikiText) an article
-starts at its title, a line such as " = Title = " between empty ones; nothing is put between articles.
+A stream starts with the boundary token, so that the first token of text is predicted like any other. If rows
+are documents, each ends with the boundary. Boundaries count no bytes. In a stream of lines (WikiText) an
+article starts at its title, a line such as " = Title = " between empty ones. Nothing is put between articles.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from oelm.models.gpt import OelmGPTForCausalLM
 from oelm.system.progress import Display
 
 PIECE = 1 << 16  # characters tokenised as one string
-BLOCK = 1 << 20  # characters handed to the tokenizer at once: this bounds memory
+BLOCK = 1 << 20  # characters passed to the tokenizer at once, which bounds memory
 TITLE = re.compile(r" = (?!= ).* = \n")  # of an article of WikiText; " = = Section = = " has more signs
 
 
@@ -69,12 +69,12 @@ class LanguageObjective(Objective):
         }
 
     def _loss(self, model: nn.Module, batch: Batch, reduction: str, smoothing: float) -> Tensor:
-        """The sum, or with "none" every token's loss (texts, positions), to measure and not to train on."""
+        """The summed loss or, with reduction "none" and for evaluation only, every token's loss (B, T)."""
         inputs, targets = batch.inputs | {"use_cache": False}, batch.targets["labels"]
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
         if isinstance(unwrap(model), OelmGPTForCausalLM):
             return model(**inputs, shift_labels=targets, skip_logits=True, **options).loss
-        # Others may scale or cap their logits, so theirs are made.
+        # Other models may scale or cap their logits, so these are computed in full.
         logits = model(**inputs).logits.float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, **options)
         return loss.view_as(targets) if reduction == "none" else loss
@@ -101,8 +101,8 @@ class LanguageModeling(TaskKind):
 
     def read_file(self, dataset: Dataset, splits: int) -> None:
         source = dataset.parts[0].source
-        if (there := int((dataset.parts[0].split == 0).sum())) < splits:
-            count = f"{there} document{'s' * (there != 1)}"
+        if (rows := int((dataset.parts[0].split == 0).sum())) < splits:
+            count = f"{rows} document{'s' * (rows != 1)}"
             raise UserError(
                 f"{source.name} has {count} with text; at least {splits} are needed, one for each split: "
                 "separate documents by blank lines, or put each into a .txt file of one folder"
@@ -115,7 +115,7 @@ class LanguageModeling(TaskKind):
         return (text for split, text in documents(dataset) if split == "train")
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """Columns: tokens, and documents (where each one starts; in a stream of lines, each article)."""
+        """Columns: tokens, and documents (the start of each; in a stream of lines, of each article)."""
         encoder = Encoder(tokenizer, max_length=1 << 30)
         boundary = boundary_id(tokenizer)
         dtypes = {"tokens": encoder.dtype, "documents": np.uint64}
@@ -138,8 +138,8 @@ class LanguageModeling(TaskKind):
 
     @torch.no_grad()
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        """Refuse an encoder in a language model's place: it sees the tokens it is to predict, so its
-        perplexity would be worth nothing. Two texts that differ in their last token tell."""
+        """Refuse a model that is not causal, whose perplexity would be meaningless as it sees the tokens to
+        predict: with two texts that differ only in their last token, earlier logits must be equal."""
         if isinstance(model, OelmGPTForCausalLM):
             return
         training = model.training
@@ -156,10 +156,10 @@ class LanguageModeling(TaskKind):
         check_language_model(model, "a corpus")
 
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
-        """`unigram`, smoothed by adding one. What is counted is what `Windows(split, size, whole=False)`
-        predicts for any size: every token but the boundary at the start of the stream."""
-        seen, vocabulary = store["train"].tokens[1:], store.vocab_size
-        scores = {split.name: unigram(seen, split.tokens[1:], vocabulary, split.bytes) for split in splits}
+        """`unigram`, smoothed by adding one. It is measured on the tokens that `Windows(split, size,
+        whole=False)` predicts for any size: all but the boundary at the start of the stream."""
+        train, vocabulary = store["train"].tokens[1:], store.vocab_size
+        scores = {split.name: unigram(train, split.tokens[1:], vocabulary, split.bytes) for split in splits}
         return {"unigram": scores}
 
 
@@ -168,7 +168,7 @@ KIND = LanguageModeling()
 
 def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, float]:
     """Mean loss in nats, perplexity and bits per byte of `tokens` predictions that cover `num_bytes` of text.
-    Perplexity is inf where it does not fit a float (a loss above 709)."""
+    The perplexity is inf if it overflows a float (a loss above 709)."""
     loss = float(nll_sum) / tokens
     try:
         perplexity = math.exp(loss)
@@ -178,20 +178,20 @@ def language_metrics(nll_sum: float, tokens: int, num_bytes: int) -> dict[str, f
 
 
 def check_language_model(model: Any, option: str) -> None:
-    """Refuse a model that predicts no next token."""
+    """Refuse a model that does not predict the next token."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise UserError(f"{option} is for language models; a {type(model).__name__} does not continue texts")
 
 
-def unigram(seen: Array, tokens: Array, vocabulary: int, num_bytes: int) -> dict[str, float]:
-    """The metrics of predicting tokens from how often each was seen, smoothed by adding one."""
-    before, counts = count_tokens(seen, vocabulary), count_tokens(tokens, vocabulary)
-    cost = np.log(float(before.sum() + len(before))) - np.log(before + 1.0)
-    return language_metrics(float(counts @ cost), int(counts.sum()), num_bytes)
+def unigram(train: Array, tokens: Array, vocabulary: int, num_bytes: int) -> dict[str, float]:
+    """The metrics of predicting tokens by their frequency in train, smoothed by adding one."""
+    train_counts, counts = count_tokens(train, vocabulary), count_tokens(tokens, vocabulary)
+    nats = np.log(float(train_counts.sum() + len(train_counts))) - np.log(train_counts + 1.0)
+    return language_metrics(float(counts @ nats), int(counts.sum()), num_bytes)
 
 
 def documents(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    """(split, text) for every row that is not empty. Which documents of a task are held out depends on their
+    """(split, text) for every row that is not empty. Documents of a catalogued task are held out by their
     text alone; those of a user's file are assigned to splits already."""
     if "split" in vars(dataset.parts[0]):
         for rows in split_chunks(dataset, show=False):
@@ -215,8 +215,8 @@ def _choose(texts: list[str], held_out: dict[str, float]) -> list[str]:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in parts of at most `size` characters, cut before a space that starts a word. Byte-level BPE
-    never joins a word to what is before its space, so there the cut changes no token."""
+    """A text in parts of at most `size` characters, cut before a space that starts a word: byte-level BPE
+    never merges across such a space, so the cut changes no token."""
     start = 0
     while len(text) - start > size:
         cut = start + size
@@ -224,23 +224,23 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
             if not text[cut - 1].isspace() and not text[cut + 1].isspace():
                 break
         if cut <= start:
-            cut = start + size  # no such place: one endless word
+            cut = start + size  # there is no such space
         yield text[start:cut]
         start = cut
     yield text[start:]
 
 
 class _Stream:
-    """One split's stream: collects pieces and writes them out a block at a time."""
+    """One split's stream: collects pieces and writes a block of them at a time."""
 
     def __init__(self, writer: SplitWriter, encoder: Encoder, boundary: int, separate: bool) -> None:
         self.writer, self.encoder, self.separate = writer, encoder, separate
         self.boundary = np.array([boundary], dtype=encoder.dtype)
         self.pending: list[tuple[str, bool]] = []  # piece, and whether a document ends after it
         self.size = 0
-        self.line = ""  # rows of a stream are joined before they are cut: they are not units of text
+        self.line = ""  # text of a stream that is not cut yet, as its rows are not units of text
         self.title, self.after_blank = "", True  # the last row if it may be a title, and what was before
-        self.inside = False  # of a document: its first piece has been written, its last has not
+        self.inside = False  # whether the first piece of a document is written and its last is not
         writer.append(tokens=self.boundary, documents=np.zeros(0, np.int64))
 
     def add(self, text: str) -> None:
@@ -277,16 +277,16 @@ class _Stream:
         size = sum(len(part.encode()) for part, _ in self.pending)
         arrays: list[np.ndarray] = []
         starts: list[int] = []
-        place = self.writer.meta["tokens"]
+        position = self.writer.meta["tokens"]
         tokens = self.encoder.ids([part for part, _ in self.pending])
         for ids, (_, ends) in zip(tokens, self.pending, strict=True):
             if not self.inside:
-                starts.append(place)
+                starts.append(position)
             arrays.append(np.array(ids, dtype=self.encoder.dtype))
-            place += len(ids)
+            position += len(ids)
             if ends and self.separate:
                 arrays.append(self.boundary)
-                place += 1
+                position += 1
             self.inside = not ends
         if arrays:
             self.writer.append(

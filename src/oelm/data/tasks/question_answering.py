@@ -1,8 +1,8 @@
-"""Extractive question answering: a question and a window of its document per item, the answer's place in it.
+"""Extractive question answering: an item is a question and a window of its document, with the answer's span.
 
-A document longer than max_length becomes several items that overlap, so that every answer stands whole in
-one of them. Items of one question share its id. The splits that are measured also keep, for every token,
-the characters it came from, and the documents and right answers themselves (`Split.right_texts`).
+A document longer than max_length becomes several overlapping items, so that every answer is completely inside
+one of them. Items of one question share its id. The splits that are evaluated on also keep, for every token,
+the characters it came from, and the documents and reference answers (`Split.right_texts`).
 """
 
 import re
@@ -63,23 +63,23 @@ class AnswerObjective(Objective):
         return self._loss(out, batch), {"items": items, "scores": score, "starts": start, "ends": end}
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
-        """The arrays have one entry per question from here on: of its window with the highest score."""
+        """Reduce the arrays to one entry per question, its window with the highest score, and score them."""
         part = self.store[split]
-        known = part.right_texts()
+        references = part.right_texts()
         best: dict[int, int] = {}
         for row, question in enumerate(arrays["ids"].tolist()):
             if question not in best or arrays["scores"][row] > arrays["scores"][best[question]]:
                 best[question] = row
         rows = [row for _, row in sorted(best.items())]
         kept = {name: values[rows] for name, values in arrays.items()}
-        places = zip(kept["items"].tolist(), kept["starts"].tolist(), kept["ends"].tolist(), strict=True)
-        answers = [answer_text(part, item, start, end, known) for item, start, end in places]
-        scores = answer_scores([known[question]["answers"] for question in sorted(best)], answers)
+        spans = zip(kept["items"].tolist(), kept["starts"].tolist(), kept["ends"].tolist(), strict=True)
+        answers = [answer_text(part, item, start, end, references) for item, start, end in spans]
+        scores = answer_scores([references[question]["answers"] for question in sorted(best)], answers)
         return Measured({"loss": loss_sum / count, **means(scores)}, kept | scores)
 
 
 class AnswerReader(Reader):
-    """The part of a document that answers a question, and the probability of its beginning and end."""
+    """The span of a document that answers a question, and its probability."""
 
     says = ("answer", "score")
     reads = ("question", "context")
@@ -91,11 +91,13 @@ class AnswerReader(Reader):
     def encode(self, lines: list[str]) -> Items:
         questions, contexts = zip(*(line.split("\t", 1) for line in lines), strict=True)
         rows = np.arange(len(lines))
-        found = windows(self.encoder, [*questions], [*contexts], rows, [[] for _ in lines])
-        places = {name: found[name] for name in ("chars_from", "chars_to")}
-        places["begins"] = np.cumsum(found["lengths"]) - found["lengths"]
+        columns = windows(self.encoder, [*questions], [*contexts], rows, [[] for _ in lines])
+        spans = {name: columns[name] for name in ("chars_from", "chars_to")}
+        spans["begins"] = np.cumsum(columns["lengths"]) - columns["lengths"]
         template = sum(map(len, self.encoder.pair))
-        return Items(found["tokens"], found["lengths"], template, 0, found["context"], found["ids"], places)
+        return Items(
+            columns["tokens"], columns["lengths"], template, 0, columns["context"], columns["ids"], spans
+        )
 
     def outputs(self, inputs: dict[str, Any], second: Array | None) -> tuple[Any, ...]:
         starts = torch.from_numpy(second).to(self.model.device)
@@ -131,7 +133,8 @@ class QuestionAnswering(TaskKind):
         return (row["context"], row["question"])
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """Columns per window: starts, ends, context (first context token); per token: characters from, to."""
+        """Columns per window: starts, ends, context (the first context token); per token: its first character
+        and the one after its last."""
         encoder = Encoder(tokenizer, lengths.text)
 
         def encode(rows: Rows) -> dict[str, Any]:
@@ -155,45 +158,45 @@ class QuestionAnswering(TaskKind):
         return write_items(dataset, folder, dtypes, encode, show, only_measured=characters)
 
     def config_fields(self, store: Store) -> dict[str, Any]:
-        return {"num_labels": 2}  # where an answer starts and ends, whatever the checkpoint was made for
+        return {"num_labels": 2}  # logits for the start and the end of the answer
 
 
 KIND = QuestionAnswering()
 
 
 def answer_scores(right: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, Array]:
-    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its right answers. A
-    question without right answers has the right answer "" (and only an empty one matches an empty one)."""
+    """Per question: SQuAD's exact match (1 or 0) and F1 over words, each for the best of its reference
+    answers. A question without any has the reference answer ""."""
     exact, overlap = [], []
     for texts, answer in zip(right, predictions, strict=True):
-        said = _answer_words(answer)
-        pairs = [(_answer_words(text), said) for text in texts or [""]]
-        exact.append(float(max(expected == said for expected, said in pairs)))
-        overlap.append(max(word_f1(expected, said) for expected, said in pairs))
+        words = _answer_words(answer)
+        pairs = [(_answer_words(text), words) for text in texts or [""]]
+        exact.append(float(max(expected == predicted for expected, predicted in pairs)))
+        overlap.append(max(word_f1(expected, predicted) for expected, predicted in pairs))
     return {"exact_match": np.array(exact), "f1": np.array(overlap)}
 
 
 def means(items: dict[str, Array]) -> dict[str, float]:
-    """The mean of every array, added up in the order of the items."""
+    """The mean of every array, summed in the order of the items."""
     return {name: sum(values.tolist()) / len(values) for name, values in items.items()}
 
 
 def _answer_words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles, in SQuAD's order of doing so."""
+    """The words of an answer in lower case, without punctuation and articles, normalised as SQuAD does."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def word_f1(expected: list[str], said: list[str]) -> float:
-    """F1 over words, as often as they occur."""
-    if not expected or not said:
-        return float(expected == said)
-    common = (Counter(expected) & Counter(said)).total()
-    return 2 * common / (len(expected) + len(said))
+def word_f1(expected: list[str], predicted: list[str]) -> float:
+    """F1 over words, counted with repetitions."""
+    if not expected or not predicted:
+        return float(expected == predicted)
+    common = (Counter(expected) & Counter(predicted)).total()
+    return 2 * common / (len(expected) + len(predicted))
 
 
 def best_spans(out: Any, mask: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every window the likeliest answer within the document, which begins at `context`: its score, its
-    probability, its first and its last token."""
+    """For every window, the most likely answer within the document, which begins at token `context`: score,
+    probability, first and last token, (B,) each."""
     position = torch.arange(out.start_logits.shape[1], device=out.start_logits.device)
     in_context = (position >= context[:, None]) & mask.bool()
     start = out.start_logits.float().masked_fill(~in_context, -1e9)
@@ -201,21 +204,21 @@ def best_spans(out: Any, mask: Tensor, context: Tensor) -> tuple[Tensor, Tensor,
     both = start[:, :, None] + end[:, None, :]
     width = position[None, :] - position[:, None]
     both = both.masked_fill((width < 0) | (width >= LONGEST_ANSWER), -2e9).flatten(1)
-    score, place = both.max(1)
+    score, index = both.max(1)
     probability = (score - start.logsumexp(1) - end.logsumexp(1)).exp()
-    return score, probability, place // start.shape[1], place % start.shape[1]
+    return score, probability, index // start.shape[1], index % start.shape[1]
 
 
 def answer_text(split: Split, item: int, start: int, end: int, known: dict[int, dict[str, Any]]) -> str:
-    """The words of the document between two token places of an item (as the model counts them); `known` are
-    the split's `right_texts`."""
+    """The text of the document from token `start` to token `end` of an item; `known` are the split's
+    `right_texts`."""
     base = int(split.offsets[item])
     first, last = int(split.column("chars_from")[base + start]), int(split.column("chars_to")[base + end])
     return known[int(split.ids[item])]["context"][first:last].strip()
 
 
 def _answers(part: Part, row: int, context: str, answers: Any) -> list[tuple[int, int]]:
-    """Where the right answers stand in the document, in characters; empty for a question without one."""
+    """The reference answers as spans of characters in the document; empty for a question without one."""
     try:
         texts, starts = answers["text"], answers["answer_start"]
         spans = [(int(start), int(start) + len(text)) for text, start in zip(texts, starts, strict=True)]
@@ -236,10 +239,10 @@ def windows(
     ids: Array,
     answers: list[list[tuple[int, int]]],
 ) -> dict[str, Any]:
-    """The columns of all windows: each question with as much of its document as there is room for."""
+    """The columns of all windows: each question with as much of its document as fits."""
     before, between, after = encoder.pair
-    absent = 0 if before else IGNORE  # a window without the answer: it points at [CLS], or has no loss
-    texts = zip(encoder.ids(questions), encoder.seconds_with_places(contexts), ids, answers, strict=True)
+    absent = 0 if before else IGNORE  # without the answer: points at [CLS] or has no loss
+    texts = zip(encoder.ids(questions), encoder.seconds_with_spans(contexts), ids, answers, strict=True)
     made: list[tuple[Any, ...]] = []
     for question, (tokens, chars), row, spans in texts:
         room = encoder.max_length - len(before) - len(between) - len(after)
@@ -253,14 +256,16 @@ def windows(
             inside = spans and start <= first and last < end
             answer = (len(head) + first - start, len(head) + last - start) if inside else (absent, absent)
             item = np.array([*head, *tokens[start:end], *after], dtype=encoder.dtype)
-            places = np.zeros((len(item), 2), dtype=np.int64)
-            places[len(head) : len(head) + end - start] = chars[start:end]
-            made.append((item, places, len(item), row, len(head), len(head), *answer))
+            token_chars = np.zeros((len(item), 2), dtype=np.int64)
+            token_chars[len(head) : len(head) + end - start] = chars[start:end]
+            made.append((item, token_chars, len(item), row, len(head), len(head), *answer))
     items, characters, *columns = zip(*made, strict=True)
     names = ("lengths", "ids", "second", "context", "starts", "ends")
     values = {name: np.array(column, dtype=np.int64) for name, column in zip(names, columns, strict=True)}
-    places = np.concatenate(characters)
-    return values | {"tokens": np.concatenate(items), "chars_from": places[:, 0], "chars_to": places[:, 1]}
+    all_chars = np.concatenate(characters)
+    return values | {
+        "tokens": np.concatenate(items), "chars_from": all_chars[:, 0], "chars_to": all_chars[:, 1]
+    }  # fmt: skip
 
 
 def _token_span(chars: Array, span: tuple[int, int]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Regression: texts or pairs of texts with one real number each.
 
-A model learns the numbers standardised by the mean and the standard deviation of the train split, which its
-config keeps (`label_mean`, `label_std`), so that predictions and RMSE are in the user's units.
+A model learns the numbers standardised by the mean and the standard deviation of the train split. Its config
+keeps both (`label_mean`, `label_std`), so that predictions and RMSE are in the user's units.
 """
 
 import math
@@ -43,14 +43,14 @@ class RegressionObjective(Objective):
 
 
 def scale_of(model: nn.Module) -> tuple[float, float]:
-    """Mean and standard deviation of the labels a model was trained on; a checkpoint without them has learned
-    the labels as they are."""
+    """Mean and standard deviation of the labels a model was trained on; (0, 1) for a checkpoint without them,
+    which predicts the labels themselves."""
     config: Any = unwrap(model).config
     return float(getattr(config, "label_mean", 0.0)), float(getattr(config, "label_std", 1.0))
 
 
 class NumberReader(TextReader):
-    """The number of a text, or of a pair."""
+    """The number predicted for a text or a pair."""
 
     says = ("value",)
     compared = "value"
@@ -117,10 +117,10 @@ KIND = Regression()
 
 
 def regression_metrics(labels: Any, predictions: Any) -> dict[str, float]:
-    """The root of the mean squared error and Pearson's correlation; 0 where one side is constant."""
+    """RMSE and Pearson's correlation, which is 0 if either side is constant."""
     truth, predicted = np.asarray(labels, dtype=np.float64), np.asarray(predictions, dtype=np.float64)
     a, b = truth - truth.mean(), predicted - predicted.mean()
-    varies = np.ptp(truth) > 0 and np.ptp(predicted) > 0  # the mean of equal numbers may be off by a rounding
+    varies = np.ptp(truth) > 0 and np.ptp(predicted) > 0  # a @ a may be rounded above 0
     return {
         "rmse": math.sqrt(float(((truth - predicted) ** 2).mean())),
         "pearson": float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) if varies else 0.0,
@@ -128,7 +128,7 @@ def regression_metrics(labels: Any, predictions: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    """A label as a number; NaN for what is none."""
+    """A label as a number; NaN if it is not one."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,9 +1,9 @@
 """Sequence to sequence: an encoder reads the source, a decoder writes the target (T5, BART and their like).
 
-A target is learned token by token, and measured by the text the model writes by itself: the likeliest token
-every time, until it ends or is longer than any target of the train split. Sources and targets lie in a flat
-array each. The splits that are measured also keep both texts (`Split.right_texts`): what a model writes is
-compared with the target as the file has it, not with what was left of it after tokenising and cutting.
+A target is learned token by token, and evaluated by greedy generation, until the end token or the length of
+the longest target of the train split. Sources and targets are stored in a flat array each. The splits that
+are evaluated on also keep both texts (`Split.right_texts`): generated text is compared with the target in the
+file, not with its tokenised and truncated form.
 """
 
 import re
@@ -33,7 +33,7 @@ from oelm.data.tasks.token_classification import token_loss
 from oelm.data.tokenizer import Encoder, boundary_id
 from oelm.errors import UserError
 
-# A word is what stands between spaces; a character of a script that has none (kana, Han) is its own.
+# A word is text between spaces; in scripts without spaces (kana, Han) every character is a word.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
@@ -54,7 +54,7 @@ class Seq2SeqObjective(Objective):
         return token_loss(self._logits(model, batch), batch.targets["labels"], self.label_smoothing)
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        # What the decoder reads is the model's own affair; with `labels` it would also compute a mean loss.
+        # The model itself shifts the labels; called with `labels=` it would also compute a mean loss.
         shifted = unwrap(model).prepare_decoder_input_ids_from_labels(batch.targets["labels"])  # type: ignore[operator]
         return model(**batch.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
 
@@ -72,7 +72,7 @@ class Seq2SeqObjective(Objective):
         }
 
     def measure(self, split: str, loss_sum: float, count: int, arrays: dict[str, Array]) -> Measured:
-        """`labels` are the right texts, so that equal entries of `predictions` are exact matches."""
+        """`labels` become the reference texts, so that equal entries of `predictions` are exact matches."""
         known = self.store[split].right_texts()
         right = [known[row]["target"] for row in arrays["ids"].tolist()]
         scores = text_scores(right, arrays["predictions"].tolist())
@@ -83,12 +83,12 @@ class Seq2SeqObjective(Objective):
 
 
 class TargetReader(Reader):
-    """What an encoder-decoder writes."""
+    """The text that an encoder-decoder generates."""
 
     says = ("target",)
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int, **options: Any) -> None:
-        """`options` change how the model's generation config has it write."""
+        """`options` override the model's generation config."""
         super().__init__(model, tokenizer, max_length)
         self.options, self.vocabulary = options, int(model.config.vocab_size)
 
@@ -155,8 +155,8 @@ class Seq2Seq(TaskKind):
         super().check_config(config, name)
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
-        """Let the model write as it is measured, here and wherever its checkpoint is loaded: greedily. What
-        another task left behind (beams, a least length, forbidden repetitions) would be in the way."""
+        """Set greedy generation, as in evaluation, also for loaded checkpoints. Settings of another task
+        (beams, a minimum length, forbidden repetitions) are dropped."""
         start = model.config.decoder_start_token_id
         if start is None:
             raise UserError(
@@ -173,12 +173,12 @@ class Seq2Seq(TaskKind):
         )
 
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
-        """What can be written without reading (`most_frequent_target` of train; ties: the first by its
-        tokens) and without understanding (`copy_source`), and the `unigram` of the targets."""
+        """The most frequent target of train (`most_frequent_target`; ties: the first by its tokens), the
+        source itself (`copy_source`), and the `unigram` of the targets."""
         train = store["train"]
         bounds = train.target_offsets
         targets = [train.target_tokens[a:b].tobytes() for a, b in pairwise(bounds.tolist())]
-        # The commonest, and of equally common ones the first: the order of the rows must not matter.
+        # Ties are broken by the tokens, so that the order of the rows does not matter.
         most = min(Counter(targets).items(), key=lambda item: (-item[1], item[0]))[0]
         ids = np.frombuffer(most, dtype=train.target_tokens.dtype).tolist()
         common = store.tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=True)
@@ -205,37 +205,39 @@ KIND = Seq2Seq()
 
 
 def writes_targets(model: Any) -> bool:
-    """Whether a model reads a source and writes a target for it."""
+    """Whether a model is an encoder-decoder that generates a target for a source."""
     return bool(model.config.is_encoder_decoder and model.can_generate())
 
 
 def text_scores(right: Sequence[str], written: Sequence[str]) -> dict[str, Array]:
-    """Per text: whether it is the right one (1 or 0), and F1 over words, as often as they occur. Spaces
-    aside, texts are compared as they stand: case and punctuation count, unlike in SQuAD's answers."""
+    """Per text: exact match (1 or 0), and F1 over words, counted with repetitions. Case and punctuation
+    count, unlike in SQuAD's answers; differences in spaces do not."""
     pairs = [*zip(right, written, strict=True)]
     return {
-        "exact_match": np.array([float(plain_text(text) == plain_text(said)) for text, said in pairs]),
-        "f1": np.array([word_f1(_WORD.findall(text), _WORD.findall(said)) for text, said in pairs]),
+        "exact_match": np.array(
+            [float(plain_text(text) == plain_text(generated)) for text, generated in pairs]
+        ),
+        "f1": np.array([word_f1(_WORD.findall(text), _WORD.findall(generated)) for text, generated in pairs]),
     }
 
 
 def plain_text(text: str) -> str:
-    """A text with single spaces: what tokenizers do to the others says nothing of a model."""
+    """A text with single spaces, as tokenizers may change the others."""
     return " ".join(text.split())
 
 
 def write(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Tensor], **options: Any) -> list[str]:
-    """The texts a model writes for its sources, as its generation config says and `options` change it."""
+    """Generate a text for every source, by the model's generation config, overridden by `options`."""
     sharded = isinstance(model, FSDPModule)
     if sharded and "generate" not in vars(model):
-        # It calls the encoder on its own; `synced_gpus`: everyone goes on as long as anyone does.
+        # `generate` also calls the encoder alone. `synced_gpus`: processes generate until all are done.
         register_fsdp_forward_method(model, "generate")
     ids = model.generate(**inputs, synced_gpus=sharded, **options)  # type: ignore[operator]
     return tokenizer.backend_tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True)
 
 
 def _kept_bytes(encoder: Encoder, texts: list[str], tokens: Array, lengths: Array) -> int:
-    """Bytes behind the targets' tokens: what was cut off is not predicted, and no bits are spent on it."""
+    """UTF-8 bytes of the targets' tokens: bits per byte must not count text that was cut off."""
     size, end = 0, 0
     for text, length in zip(texts, lengths.tolist(), strict=True):
         end += length

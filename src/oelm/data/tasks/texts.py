@@ -18,7 +18,7 @@ from oelm.models.fit import agree_on_padding
 
 
 class TextReader(Reader):
-    """Lines that are texts or, for a model of pairs, text, tab, text."""
+    """Reads lines of one text or, for a model of pairs, of text, tab, text."""
 
     packable = True
 
@@ -45,7 +45,7 @@ class TextReader(Reader):
 
 class LabelledTexts(TaskKind):
     auto_class = "AutoModelForSequenceClassification"
-    column: str  # of a prepared dataset, and the attribute of `Split`: the labels
+    column: str  # the labels' column in a prepared dataset, and their attribute of `Split`
 
     def file_columns(self, text: str, text_pair: str | None, label: str, target: str | None) -> Columns:
         if "," in label:
@@ -82,15 +82,15 @@ class LabelledTexts(TaskKind):
 
     @abstractmethod
     def labels(self, rows: Rows) -> Array:
-        """What is written for these rows."""
+        """The labels of these rows, as they are written."""
 
     @abstractmethod
     def dtype(self, dataset: Dataset) -> Any:
-        """Of what is written."""
+        """The type in which labels are written."""
 
     @abstractmethod
     def summary(self, dataset: Dataset, split: str, labels: Array) -> dict[str, Any]:
-        """What a split's metadata says of its labels."""
+        """The metadata of a split's labels."""
 
     def fit_model(self, model: Any, store: Store, name: str) -> None:
         agree_on_padding(model, store.tokenizer())
@@ -108,19 +108,19 @@ class LabelledTexts(TaskKind):
 
     @abstractmethod
     def constant(self, store: Store) -> tuple[str, float]:
-        """The best prediction that reads no text, and the name of that baseline."""
+        """The name and the value of the best constant prediction."""
 
     @abstractmethod
     def linear_models(self, store: Store) -> dict[str, Any]:
-        """Models of scikit-learn by the names of their baselines; `premise_blind` reads second texts only."""
+        """Baseline name -> scikit-learn model; `premise_blind` gets the second texts only."""
 
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
-        """A constant and, where scikit-learn is installed, linear models of words and pairs of words."""
+        """A constant and, if scikit-learn is installed, linear models of words and pairs of words."""
         name, value = self.constant(store)
         constant = {split.name: self.scores(store, split, np.full(len(split), value)) for split in splits}
-        found = {name: constant}
+        baselines = {name: constant}
         if not have_sklearn():
-            return found
+            return baselines
         texts, labels = StoreTexts(store), getattr(store["train"], self.column)
         weights = len(store.label_names) if len(store.label_names) > 2 else 1  # of each word
         for name, model in self.linear_models(store).items():
@@ -129,23 +129,23 @@ class LabelledTexts(TaskKind):
             )
             if predicted is not None:
                 items, answers = predicted
-                found[name] = {
+                baselines[name] = {
                     split.name: self.scores(store, split, answers[split.name]) | {"trained_on": items}
                     for split in splits
                 }
-        return found
+        return baselines
 
     def fits(self, model: Any) -> bool:
         return super().fits(model) and gives_numbers(model) == (self.column == "values")
 
 
 def gives_numbers(model: Any) -> bool:
-    """Whether a model gives a text a number, not a class."""
+    """Whether a model predicts a number, not a class."""
     return bool(model.config.num_labels == 1 or model.config.problem_type == "regression")
 
 
 def check_one_answer(model: Any) -> None:
-    """Refuse a model that gives a text several labels or numbers at once."""
+    """Refuse a model that predicts several labels or numbers for a text."""
     kind, outputs = model.config.problem_type, model.config.num_labels
     if kind == "multi_label_classification" or (kind == "regression" and outputs > 1):
         raise UserError(

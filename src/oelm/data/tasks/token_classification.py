@@ -1,4 +1,4 @@
-"""Token classification: words with one tag each, written as tokens with the tag on each word's first."""
+"""Token classification: words with one tag each; the tag is at the first token of each word."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +18,15 @@ from oelm.data.tasks.base import Baselines, Columns, Items, Measured, Objective,
 from oelm.data.tokenizer import Encoder
 from oelm.errors import UserError
 
-MOST_TAGS = 1000  # of a user's file, where they are numbers
-Entity = tuple[str, int, int]  # type, first place, place after the last
+MOST_TAGS = 1000  # of a user's file, if they are numbers
+Entity = tuple[str, int, int]  # type, index of the first word, index after the last
 
 
 class TaggingObjective(Objective):
     def count(self, split: str, items: Array) -> int:
         part = self.store[split]
-        places = ranges(part.offsets[items], part.lengths[items])
-        return int((part.tags[places] != IGNORE).sum())
+        indices = ranges(part.offsets[items], part.lengths[items])
+        return int((part.tags[indices] != IGNORE).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(**batch.inputs).logits.float()
@@ -59,7 +59,7 @@ def token_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 
 class TagReader(Reader):
-    """The tag of every word; none for words past the length that the model reads."""
+    """The tag of every word; None for words beyond the model's maximum length."""
 
     says = ("words", "tags")
     reads = ("tokens",)
@@ -73,11 +73,11 @@ class TagReader(Reader):
         return (self.model(**inputs).logits.argmax(-1),)
 
     def answer(self, line: str, items: Items, mine: range, said: list[Any]) -> dict[str, Any]:
-        ((likeliest,),), starts = said, items.more["starts"][mine.start]
+        ((predicted,),), starts = said, items.more["starts"][mine.start]
         words, names = line.split(), self.model.config.id2label
         tags: list[str | None] = [None] * len(words)
-        for place in np.flatnonzero(starts >= 0):
-            tags[starts[place]] = names[int(likeliest[place])]
+        for token in np.flatnonzero(starts >= 0):
+            tags[starts[token]] = names[int(predicted[token])]
         return {"words": words, "tags": tags}
 
 
@@ -99,7 +99,7 @@ class TokenClassification(TaskKind):
         return {"tokens": "tokens" if text == "text" else text, "tags": "tags" if label == "label" else label}
 
     def read_file(self, dataset: Dataset, splits: int) -> None:
-        """Tags are words, or all of them numbers from 0."""
+        """Find the names of the tags, which must all be words, or all be numbers from 0."""
         tags: set[str | int] = set()
         for part in dataset.parts:
             for first, chunk in part.rows():
@@ -122,7 +122,8 @@ class TokenClassification(TaskKind):
         return (" ".join(row["tokens"]),)
 
     def read_task(self, dataset: Dataset, task: Task) -> None:
-        """All tags of a dataset without a fixed list; one that only test has counts as an error."""
+        """Find the tags of a task without a fixed list, in all splits; a model that never saw one of them in
+        train gets it wrong."""
         if not dataset.label_names:
             rows = (chunk["tags"] for part in dataset.parts for _, chunk in part.rows())
             dataset.label_names = sorted({tag for chunk in rows for tags in chunk for tag in tags})
@@ -158,7 +159,8 @@ class TokenClassification(TaskKind):
         return splits
 
     def trivial_baselines(self, store: Store, splits: list[Split]) -> Baselines:
-        """`most_frequent_tag` of each token in train, or of all for one never seen; ties: the first."""
+        """`most_frequent_tag`: each token's most frequent tag in train or, for an unseen token, the most
+        frequent of all; ties: the first."""
         tags = np.asarray(store["train"].tags, dtype=np.int64)
         tagged = tags != IGNORE
         classes = len(store.label_names)
@@ -167,7 +169,7 @@ class TokenClassification(TaskKind):
             return_counts=True,
         )
         best = np.full(store.vocab_size, np.bincount(tags[tagged], minlength=classes).argmax())
-        order = np.lexsort((-cells, counts))  # rising counts, so that the last one written is the best
+        order = np.lexsort((-cells, counts))  # rising counts: the last one assigned is the most frequent
         best[cells[order] // classes] = cells[order] % classes
         return {"most_frequent_tag": {split.name: _tag_scores(store, split, best) for split in splits}}
 
@@ -176,9 +178,9 @@ KIND = TokenClassification()
 
 
 def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, Array]:
-    """Per sequence: `tags` and how many of them are `right`; and where all tags are O, B-* or I-*:
-    `entities`, `entities_predicted`, and how many of those are right (`entities_right`). Entities are read as
-    conlleval does: an I- that continues nothing of its type begins an entity."""
+    """Per sequence: `tags` and how many of them are `right`; and, if all tags are O, B-* or I-*, `entities`,
+    `entities_predicted`, and how many of these are right (`entities_right`). Entities are read as conlleval
+    does: an I- that does not continue an entity of its type begins one."""
     pairs = [*zip(truth, predicted, strict=True)]
     counts = {
         "tags": [len(true) for true in truth],
@@ -187,15 +189,15 @@ def tag_counts(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
     tags = {tag for rows in (truth, predicted) for row in rows for tag in row}
     if all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags):
         entities = [(_entities(true), _entities(guess)) for true, guess in pairs]
-        counts["entities"] = [len(here) for here, _ in entities]
-        counts["entities_predicted"] = [len(there) for _, there in entities]
-        counts["entities_right"] = [len(here & there) for here, there in entities]
+        counts["entities"] = [len(gold) for gold, _ in entities]
+        counts["entities_predicted"] = [len(guessed) for _, guessed in entities]
+        counts["entities_right"] = [len(gold & guessed) for gold, guessed in entities]
     return {name: np.array(values, dtype=np.int64) for name, values in counts.items()}
 
 
 def tagging_metrics(counts: dict[str, Array]) -> dict[str, float]:
-    """Token accuracy and, where there are entities, their precision, recall and F1 over all sequences. An
-    entity is right when type and extent are; no entities at all give 0."""
+    """Token accuracy and, if entities were counted, their precision, recall and F1 over all sequences. An
+    entity is right if its type and extent are; without any entities the scores are 0."""
     total = {name: int(values.sum()) for name, values in counts.items()}
     scores = {"token_accuracy": _ratio(total["right"], total["tags"])}
     if "entities" not in total:
@@ -216,13 +218,13 @@ def _entities(tags: Sequence[str]) -> set[Entity]:
     entities: set[Entity] = set()
     start = 0
     inside: str | None = None  # the type of the entity we are in
-    for place, tag in enumerate([*tags, "O"]):
+    for index, tag in enumerate([*tags, "O"]):
         kind = None if tag == "O" else tag[2:]
         if inside is not None and (kind != inside or tag.startswith("B-")):
-            entities.add((inside, start, place))
+            entities.add((inside, start, index))
             inside = None
         if kind is not None and inside is None:
-            inside, start = kind, place
+            inside, start = kind, index
     return entities
 
 
@@ -230,7 +232,7 @@ def _tag_scores(store: Store, split: Split, best: Array) -> dict[str, Any]:
     names = np.array(store.label_names, dtype=object)
     tags = np.asarray(split.tags, dtype=np.int64)
     tagged = tags != IGNORE
-    before = np.concatenate([[0], np.cumsum(tagged)])  # tagged tokens before each place
+    before = np.concatenate([[0], np.cumsum(tagged)])  # the number of tagged tokens before each index
     bounds = before[split.offsets[1:-1]]
     truth = np.split(names[tags[tagged]], bounds)
     predicted = np.split(names[best[split.tokens[tagged]]], bounds)

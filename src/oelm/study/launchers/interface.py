@@ -23,7 +23,7 @@ class EndedRun:
     """A run that is no longer running, by its folder, which holds all its results.
 
     `kind` is the kind of failure (`oelm.errors`), None for a run that was completed. `crowded`: memory was
-    short because other runs share it, and the launcher has made room, so the run can start again at once.
+    short because other runs share it; the launcher now runs fewer, so the run can start again at once.
     """
 
     folder: Path
@@ -33,8 +33,8 @@ class EndedRun:
     crowded: bool = False
 
     @property
-    def told(self) -> Notice:
-        """The reason, and the log where it says more."""
+    def full_reason(self) -> Notice:
+        """The reason, with the path of the log where that holds more."""
         reason = self.reason or notice("study.no_reason")
         if self.log is not None and self.kind in ("process", "software", "device"):
             return notice("run.see_log", reason=reason, log=self.log)
@@ -58,12 +58,12 @@ class Launcher(ABC):
         return False
 
     def environments(self) -> list[dict[str, str]]:
-        """The environment of the process in each place, where those are on this machine and a process trains
-        a run alone: there an estimate can measure what the runs will take."""
+        """The environment of the process in each place, if places are on this machine and each run is one
+        process: then an estimate can time real runs here. Otherwise empty."""
         return []
 
     def prepare(self, runs: int) -> None:  # noqa: B027
-        """Get ready to start so many runs soon, without waiting: a study checks its methods meanwhile."""
+        """Get ready to start so many runs soon; must not wait, as the study checks its methods meanwhile."""
 
     @abstractmethod
     def start(self, job: RunJob) -> bool:
@@ -82,4 +82,4 @@ class Launcher(ABC):
         """End whatever still runs, unless it is `detached`."""
 
     def finish(self) -> None:  # noqa: B027
-        """The study is complete: let go of what waits for further runs."""
+        """The study is complete: end what waits for further runs, such as idle workers."""

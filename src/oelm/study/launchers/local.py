@@ -35,7 +35,7 @@ class Slot:
 
     @property
     def gpu(self) -> str | None:
-        """The GPU, or GPUs, that its run sees."""
+        """The GPU, or GPUs, visible to its run."""
         return self.environment.get(GPUS)
 
 
@@ -43,11 +43,11 @@ def slots_for(table: StudyConfig, memory_bytes: float) -> list[Slot]:
     """Places for runs that need this much memory each: on every GPU, or on the CPU's cores."""
     import torch
 
-    # Runs that each take all cores wait for one another: 15 on one GPU were several times slower for it.
+    # With all cores for each run, runs wait for one another: 15 on one GPU were several times slower.
     environment = {"OMP_NUM_THREADS": str(table.threads)}
     size = table.gpus_per_run
     each = memory_bytes + PROCESS_BYTES
-    # What Slurm gave this job, where it does not bind processes to it.
+    # Slurm's limits for this job, as not every cluster binds processes to them.
     cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", 1 << 20)))
     memory = min(
         psutil.virtual_memory().available, float(os.environ.get("SLURM_MEM_PER_NODE", 1 << 40)) * 2**20
@@ -83,9 +83,9 @@ class WorkerProcess:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the study, which tells its workers itself
             )  # fmt: skip
-        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+        threading.Thread(target=self._read_answers, args=(answers,), daemon=True).start()
 
-    def _listen(self, answers: queue.Queue[Any]) -> None:
+    def _read_answers(self, answers: queue.Queue[Any]) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
@@ -97,7 +97,7 @@ class WorkerProcess:
         self.job = job
         values = {"config": job.config.to_dict(), "processes": self.slot.processes}
         values |= {"store": str(job.dataset), "out": str(job.folder), "gpu": bool(self.slot.gpu)}
-        with contextlib.suppress(BrokenPipeError):  # it has died: its listener says so
+        with contextlib.suppress(BrokenPipeError):  # the process has died: `_read_answers` reports it
             self.process.stdin.write(json.dumps(values) + "\n")
             self.process.stdin.flush()
 
@@ -110,8 +110,8 @@ class WorkerProcess:
         self.process.wait()
 
     def _kill(self) -> None:
-        """Kill the process and all that it has started: torchrun gives the processes of a run sessions of
-        their own. One that torchrun starts just now sees that this process is gone (`oelm.study.worker`)."""
+        """Kill the process and its children one by one, as torchrun gives each a session of its own. A child
+        that torchrun is just starting ends itself once this process is gone (`oelm.study.worker`)."""
         started = []
         with contextlib.suppress(psutil.NoSuchProcess):
             started = psutil.Process(self.process.pid).children(recursive=True)
@@ -128,7 +128,7 @@ class LocalLauncher(Launcher):
     def __init__(self, table: StudyConfig, memory_bytes: float, logs: Path) -> None:
         self.slots, self.logs = slots_for(table, memory_bytes), logs
         self.workers: list[WorkerProcess] = []
-        self.answers: queue.Queue[Any] = queue.Queue()  # (worker, what it says of its run; None: it died)
+        self.answers: queue.Queue[Any] = queue.Queue()  # (worker, its answer on a run; None: it died)
         self.started = 0
         self.daemons: dict[str, MpsDaemon] | None = None  # by GPU; None: not started yet
         self.sharing = True  # new workers share their GPU by its daemon, if it has one
@@ -138,8 +138,8 @@ class LocalLauncher(Launcher):
         return len(self.slots)
 
     def prepare(self, runs: int) -> None:
-        """Start workers, which import torch for some seconds."""
-        with contextlib.suppress(OSError):  # `start` meets it again, and tells it
+        """Start workers early, as importing torch takes seconds."""
+        with contextlib.suppress(OSError):  # `start` meets the same error, and reports it
             while len(self.workers) < min(runs, len(self.slots)):
                 self._start_worker()
 
@@ -168,7 +168,7 @@ class LocalLauncher(Launcher):
         return [self._environment(slot) for slot in self.slots if slot.processes == 1]
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        """What a process in this place is started with."""
+        """The environment variables of a process in this slot."""
         if self.daemons is None:
             per_gpu = Counter(slot.gpu for slot in self.slots if slot.gpu and slot.processes == 1)
             self.daemons = start_daemons([gpu for gpu, runs in per_gpu.items() if runs > 1])
@@ -190,11 +190,11 @@ class LocalLauncher(Launcher):
         kind, reason = _cause(worker, answer)
         if kind in OUTCOMES:
             return EndedRun(job.folder, kind, reason)
-        # A fault may have spoilt the process too, such as its GPU's state: the next run gets a fresh one.
+        # A fault may have damaged the process too, such as its GPU's state: the next run gets a new one.
         self.workers.remove(worker)
         worker.close()
         self.sharing &= kind != "device"  # it may have been the daemon that failed
-        # The memory that was not enough may be shared with other runs.
+        # Memory may have been short only because other runs share it.
         others = [w.slot for w in self.workers if w.job is not None]
         crowded = (kind == "memory" and bool(others)) or (kind == "gpu_memory" and worker.slot in others)
         if crowded:
@@ -202,7 +202,7 @@ class LocalLauncher(Launcher):
         return EndedRun(job.folder, kind, reason, worker.log, crowded)
 
     def drop(self, folder: Path) -> None:
-        """Kill the process that trains the run in this folder, if there is one; `poll` says nothing of it."""
+        """Kill the process that trains the run in this folder, if there is one; `poll` does not report it."""
         for worker in [w for w in self.workers if w.job is not None and w.job.folder == folder]:
             self.workers.remove(worker)
             worker.close()
@@ -222,12 +222,12 @@ class LocalLauncher(Launcher):
         for log in self.logs.glob("worker-*.log"):
             if not log.stat().st_size:
                 log.unlink()
-        with contextlib.suppress(OSError):  # it holds something, or was never made
+        with contextlib.suppress(OSError):  # not empty, or never made
             self.logs.rmdir()
 
 
 def _cause(worker: WorkerProcess, answer: dict[str, Any] | None) -> tuple[str, Notice]:
-    """The kind of a failure and its reason; a process that died has said neither."""
+    """The kind of a failure and its reason; for a process that died they come from its exit code."""
     if answer is None:
         code = worker.process.wait()
         if code >= 0:

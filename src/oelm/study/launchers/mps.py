@@ -1,6 +1,6 @@
 """NVIDIA's Multi-Process Service: kernels of processes that share a GPU run at the same time, not in turns.
 
-Nothing depends on it: whatever goes wrong or takes too long is told in one line, and the runs take turns.
+It is optional: if it fails or takes too long, one line says so and the runs take turns on the GPU.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from oelm.system.terminal import say
 TOOL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 PATIENCE = 15.0  # seconds for each of: starting a daemon, its first client, stopping it
-# A client as torch would be one, without importing torch: a driver that does not answer is found here.
+# A client like torch but without its import, which shows whether the driver answers through the daemon.
 CLIENT = (
     "import ctypes; cuda, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_void_p(); "
     "raise SystemExit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))"
@@ -65,7 +65,7 @@ class MpsDaemon:
 
 def start_daemons(gpus: list[str]) -> dict[str, MpsDaemon]:
     """A daemon for each of these GPUs, where the machine has the service and the user has not started it."""
-    if not gpus or shutil.which(TOOL) is None or _is_there():
+    if not gpus or shutil.which(TOOL) is None or _daemon_answers():
         return {}
     daemons: dict[str, MpsDaemon] = {}
     try:
@@ -76,8 +76,8 @@ def start_daemons(gpus: list[str]) -> dict[str, MpsDaemon]:
     return daemons
 
 
-def _is_there() -> bool:
-    """Whether a daemon that every process here would use answers."""
+def _daemon_answers() -> bool:
+    """Whether the daemon that processes here use by default is running."""
     if not Path(os.environ.get(PIPES, "/tmp/nvidia-mps"), "control").exists():
         return False
     with contextlib.suppress(OSError):
@@ -86,13 +86,13 @@ def _is_there() -> bool:
     return False
 
 
-def _run(command: list[str], env: dict[str, str], told: bytes = b"") -> None:
-    """Run a command that has little time; OSError where it fails or takes longer."""
+def _run(command: list[str], env: dict[str, str], stdin: bytes = b"") -> None:
+    """Run a command for at most PATIENCE seconds; OSError if it fails or takes longer."""
     none = subprocess.DEVNULL  # a pipe would stay open in the daemon, and be waited for
     name = Path(command[0]).name
     try:
         ended = subprocess.run(
-            command, env=env, input=told, stdout=none, stderr=none, start_new_session=True, timeout=PATIENCE
+            command, env=env, input=stdin, stdout=none, stderr=none, start_new_session=True, timeout=PATIENCE
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{name}: no answer in {PATIENCE:g} s") from None

@@ -1,8 +1,8 @@
 """Runs on a Slurm cluster: an array of workers (`oelm work`), which take the study's runs from its folder.
 
-What is queued does not change with later edits: workers start from a copy of the code in the study's folder,
-and every run's config lies there as JSON. A worker is signalled before its time limit, has its runs save, and
-asks Slurm to queue it again.
+Later edits of the code do not reach queued runs: workers start from a copy of it in the study's folder, and
+every run's config is there as JSON. A worker gets a signal before its time limit, has its runs save, and asks
+Slurm to queue it again.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from oelm.system.files import folder_beside, write_text
 from oelm.system.messages import notice
 from oelm.training.folder import source_commit
 
-LOOK = 5.0  # seconds between two looks at the queue
+POLL_INTERVAL = 5.0  # seconds between two queries of Slurm's queue
 MOST_FRUITLESS = 3  # submissions in a row whose workers all ended without a run
 NOT_CODE = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 class SlurmLauncher(WorkersLauncher):
-    """Sees to it that Slurm has workers as long as there are runs for them."""
+    """Keeps enough workers queued in Slurm as long as there are runs for them."""
 
     def __init__(self, table: StudyConfig, memory_bytes: float, logs: Path) -> None:
         super().__init__(table, memory_bytes, logs)
@@ -48,17 +48,17 @@ class SlurmLauncher(WorkersLauncher):
         return super().start(job)
 
     def poll(self, seconds: float) -> EndedRun | None:
-        if self.outstanding and time.monotonic() - self.looked > LOOK:
-            self._supply()
+        if self.outstanding and time.monotonic() - self.looked > POLL_INTERVAL:
+            self._submit_missing()
             self.looked = time.monotonic()
         ended = super().poll(seconds)
         self.fruitless = 0 if ended is not None else self.fruitless
         return ended
 
-    def _supply(self) -> None:
+    def _submit_missing(self) -> None:
         """Submit the workers that are missing."""
         known = tasks(self.root)
-        if known is None:  # Slurm does not answer: what it has queued goes on
+        if known is None:  # Slurm does not answer; workers that are queued go on
             return
         live = sum(task.live for task in known)
         missing = min(self.table.slurm.workers, len(self.outstanding)) - live
@@ -66,14 +66,14 @@ class SlurmLauncher(WorkersLauncher):
             return
         if live == 0 and self.fruitless >= MOST_FRUITLESS:
             last = max(known, key=lambda task: [int(n) for n in re.findall(r"\d+", task.name)], default="")
-            told = notice("slurm.no_workers", n=self.fruitless, last=str(last), log=self.root / "log")
-            raise RunError(told, "process", notice("advice.study_process"))
-        asked = command("sbatch", *self._options(missing), str(self._script().absolute()))
-        if asked.returncode == 0:
+            reason = notice("slurm.no_workers", n=self.fruitless, last=str(last), log=self.root / "log")
+            raise RunError(reason, "process", notice("advice.study_process"))
+        submission = command("sbatch", *self._options(missing), str(self._script().absolute()))
+        if submission.returncode == 0:
             self.submitted += missing
             self.fruitless += live == 0
         elif not self.submitted and not live:
-            raise UserError(f"Slurm refused the workers: {error_line(asked)}")
+            raise UserError(f"Slurm refused the workers: {error_line(submission)}")
 
     def _options(self, workers: int) -> list[str]:
         log = str((self.root / "log").absolute()).replace("%", "%%")
@@ -85,7 +85,7 @@ class SlurmLauncher(WorkersLauncher):
         """The job script, and the code it starts from."""
         root, slurm = self.root.absolute(), self.table.slurm
         start = [sys.executable, "-m", "oelm", "work", str(root), "--idle", f"{slurm.idle}s"]
-        # How long runs may take to save before the time limit; the rest is for the worker to leave.
+        # Most of the lead is for the runs to save, the rest for the worker to end.
         start += ["--patience", f"{max(1, slurm.lead * 4 // 5)}s"]
         start += [word for name in self.plugins for word in ("--plugin", name)]
         code = shlex.quote(str(snapshot(root / "slurm", list(self.plugins))))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from oelm.study.design import StudyConfig
 from oelm.study.launchers.interface import EndedRun, Launcher, RunJob
-from oelm.study.run_claims import Queue, may_pass
+from oelm.study.run_claims import Queue, is_transient
 from oelm.study.work import has_result, job_values
 from oelm.system.messages import read_notice
 from oelm.training.status import is_locked
 
 
 class WorkersLauncher(Launcher):
-    """A queue of runs in the study's folder. Workers go on without this process; it attaches again."""
+    """A queue of runs in the study's folder. Workers go on when this process ends, and a new one attaches."""
 
     def __init__(self, table: StudyConfig, memory_bytes: float, logs: Path) -> None:
         self.table, self.memory_bytes, self.root = table, memory_bytes, logs.parent
@@ -34,10 +34,10 @@ class WorkersLauncher(Launcher):
             self.queue.open()
         name = job_name(job, self.root)
         folder = job.folder
-        # In this order: once a run is not in the queue, no worker can put a result there any more.
-        left = not self.queue.has(name) and folder.exists() and not has_result(folder)
+        # The queue is asked first: once a run is not in it, no worker can put a result there any more.
+        unfinished = not self.queue.has(name) and folder.exists() and not has_result(folder)
         values = job_values(job, self.table, self.memory_bytes, self.root)
-        self.queue.add(name, values, folder if left and not is_locked(folder) else None)
+        self.queue.add(name, values, folder if unfinished and not is_locked(folder) else None)
         self.outstanding[name] = job
         return True
 
@@ -51,9 +51,9 @@ class WorkersLauncher(Launcher):
                 return None
             answer = self.queue.answer(self.ended[-1])
         except OSError as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
-            return None  # the shared storage fails: look again
+            return None  # the shared storage fails for a moment: the next call tries again
         job = self.outstanding.pop(self.ended.pop())
         if answer is None:
             return EndedRun(job.folder)

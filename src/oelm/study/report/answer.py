@@ -1,4 +1,4 @@
-"""The answer in two sentences: the result, and the conditions it holds under."""
+"""The report's answer in two sentences: the result, and the conditions under which it holds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,11 +33,12 @@ def answer(view: View) -> list[str]:
 
 
 def clause(view: View, comparison: Comparison) -> str:
+    """The result of one comparison, as a part of the first sentence."""
     group, verdict = comparison.group, comparison.verdict
-    told = comparison.combined and group.told(comparison.combined)
+    interval = comparison.combined and group.shown_interval(comparison.combined)
     values: dict[str, Any] = {"method": comparison.method, "reference_arm": comparison.reference}
     values["n"] = len(comparison.seeds)
-    if verdict == "void" or told is None:
+    if verdict == "void" or interval is None:
         seen = view.words("answer.seen_nothing")
         if comparison.seeds:
             seen = view.words("answer.seen", diff=_difference(view, comparison), n=values["n"])
@@ -45,23 +46,23 @@ def clause(view: View, comparison: Comparison) -> str:
     digits = view.digits(comparison)
     values |= {"p": numbers.equals(comparison.p_holm), "metric": view.metric(group)}
     values |= {"diff": _difference(view, comparison), "count": view.analysis.planned}
-    values["interval"] = view.span(told.low, told.high, digits)
+    values["interval"] = view.span(interval.low, interval.high, digits)
     values["margin"] = view.amount(group, f"{comparison.margin:g}")
     if verdict == "open":
-        if told.low is None or told.low == told.high:
+        if interval.low is None or interval.low == interval.high:
             return view.words("answer.open_flat", **values)
         key = "answer.open_family" if comparison.only_family else "answer.open"
         narrow = view.words("list.semicolon").join(_narrowing(view, comparison))
         return view.words(key, **values, narrow=narrow)
     if verdict == "equivalent":
-        values["diff"] = view.amount(group, numbers.signed(told.mean, digits))
+        values["diff"] = view.amount(group, numbers.signed(interval.mean, digits))
         values["p"] = numbers.equals(comparison.margin_p_holm)
         tail = view.words("answer.small") if comparison.small_difference else ""
         return view.words("answer.equivalent", **values, tail=tail)
     # The verb says the direction, so the numbers need no sign.
     sign = 1 if verdict == "better" else -1
-    ends = sorted(sign * end for end in (told.low, told.high) if end is not None)
-    values["diff"] = view.amount(group, numbers.fixed(sign * told.mean, digits))
+    ends = sorted(sign * end for end in (interval.low, interval.high) if end is not None)
+    values["diff"] = view.amount(group, numbers.fixed(sign * interval.mean, digits))
     unit = "" if group.larger_is_better else " %"
     texts = [f"{numbers.fixed(end, digits)}{unit}" for end in ends]
     values["interval"] = view.words.range(*texts) if texts else numbers.NOTHING
@@ -69,11 +70,11 @@ def clause(view: View, comparison: Comparison) -> str:
 
 
 def _narrowing(view: View, comparison: Comparison) -> list[str]:
-    """What an undecided interval is wide from, and what would narrow it: seeds, test items or trials."""
+    """Why an undecided interval is wide, and what would narrow it: seeds, test items or trials."""
     overall, group = comparison.overall, comparison.group
     assert overall is not None
     bound, tables = group.bound(comparison.margin), comparison.combined.tables if comparison.combined else ()
-    # With any number of seeds the items' noise stays, and what near-tied learning rates are apart.
+    # More seeds remove neither the items' noise nor the differences between near-tied learning rates.
     if overall.half_width() <= bound < envelope_half_width(tables or [overall]):
         return [view.words("answer.narrow_rates")]
     share = overall.share_items
@@ -119,7 +120,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
 
 
 def _by_verdict(view: View, comparisons: Sequence[Comparison]) -> str:
-    """The answer for many methods on one task."""
+    """The answer for many methods on one task, by verdict."""
     words, group, parts = view.words, comparisons[0].group, []
     for verdict, several in _verdicts(comparisons).items():
         names = words.items(f"{_name(c)} {_amount(view, [c])}".strip() for c in several)
@@ -186,7 +187,7 @@ def _conditions(view: View) -> str:
     else:
         key = "same" if len(lrs) == 1 and None not in lrs else "other"
     if len(view.analysis.groups) > 1:
-        return view.words(f"answer.{key}", detail="", tail=_trivial_anywhere(view))
+        return view.words(f"answer.{key}", detail="", tail=_trivial_on_any_task(view))
     texts = []
     for arm in arms:
         lrs_of = sorted({record.lr for runs in arm.by_lr for record in runs})
@@ -213,7 +214,7 @@ def _trivial(view: View, group: Group) -> str:
     return view.words(f"answer.{key}", name=name, value=value, methods=view.words.items(map(named, behind)))
 
 
-def _trivial_anywhere(view: View) -> str:
+def _trivial_on_any_task(view: View) -> str:
     measured = [g for g in view.analysis.groups if any(arm.values for arm in g.arms.values())]
     ahead = [view.label(g) for g in measured if any(g.behind(arm) for arm in g.arms.values())]
     if not any(group.trivial_baselines for group in measured):

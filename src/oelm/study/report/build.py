@@ -1,4 +1,4 @@
-"""From an analysis to a document: the sections and their content."""
+"""Builds a report's document from an analysis: the sections and their content."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ from oelm.system.messages import named
 def build(view: View, folder: str) -> Document:
     """The whole report; sections without content are left out."""
     words, analysis = view.words, view.analysis
-    warned = notices(view)
+    listed = notices(view)
     sections: dict[str, list[Block]] = {
         "results": _results(view),
         "learning_rates": _learning_rates(view),
@@ -31,7 +31,7 @@ def build(view: View, folder: str) -> Document:
         "cost": with_note(_per_group(view, tables.cost), words("section.cost_note")),
         "training": _training(view),
         "raw": _raw(view),
-        "warnings": _warnings(view, warned),
+        "warnings": _warnings(view, listed),
         "repeat": _repeat(view, folder),
     }
     names = {
@@ -44,7 +44,7 @@ def build(view: View, folder: str) -> Document:
         subtitle=words("page.subtitle", runs=len(analysis.records), **names),
         badges=tables.badges(view),
         answer=answer(view),
-        alert=words("page.alert", count=len(warned)) if warned else "",
+        alert=words("page.alert", count=len(listed)) if listed else "",
         sections={key: blocks for key, blocks in sections.items() if blocks},
     )
 
@@ -83,12 +83,12 @@ def _raw(view: View) -> list[Block]:
     return blocks
 
 
-def _warnings(view: View, warned: list[Listed]) -> list[Block]:
-    if not warned:
+def _warnings(view: View, listed: list[Listed]) -> list[Block]:
+    if not listed:
         return [Paragraph(view.words("section.none"))]
     blocks: list[Block] = []
-    for kind in dict.fromkeys(listed.kind for listed in warned):
-        items = [listed.text for listed in warned if listed.kind == kind]
+    for kind in dict.fromkeys(entry.kind for entry in listed):
+        items = [entry.text for entry in listed if entry.kind == kind]
         blocks += [Paragraph(view.words(f"notice.{kind}"), tone="heading"), Bullets(items)]
     return blocks
 
@@ -114,8 +114,10 @@ def _claim(view: View, verdict: Verdict) -> list[Block]:
             digits = numbers.digits_for(*verdict.interval)
             measured = numbers.fixed(verdict.number, digits)
             ends = words.range(*(numbers.fixed(end, digits) for end in verdict.interval))
-            rates = verdict.unit == "ratio"  # those that near-ties allow
-            measured = view.with_detail(measured, ends if rates else words("claim.interval", interval=ends))
+            is_ratio = verdict.unit == "ratio"  # those that near-ties allow
+            measured = view.with_detail(
+                measured, ends if is_ratio else words("claim.interval", interval=ends)
+            )
         if verdict.unit:
             measured = words("unit.amount", amount=measured, unit=claim_data()["units"][verdict.unit][zh])
         blocks.append(Paragraph(words("claim.also", number=measured, n=verdict.n), tone="note"))

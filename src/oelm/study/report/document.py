@@ -1,6 +1,6 @@
-"""A report as plain values, and its forms: Markdown, and one HTML page that needs no network and no script.
+"""A report as plain values, rendered as Markdown and as one HTML page that needs no network and no script.
 
-All text is raw: the templates escape it. `kind` tells a template what a block is.
+All text is unescaped: the templates escape it. `kind` is the name by which a template renders a block.
 """
 
 import re
@@ -18,8 +18,8 @@ from oelm.system.version import __version__
 
 @dataclass(frozen=True)
 class TableCell:
-    """`colour` is the number of the method it names, `tone` good, bad or quiet; `detail` stands below the
-    text, or in brackets after it."""
+    """A cell: `colour` is the number of its method's colour, `tone` is good, bad or quiet; `detail` is shown
+    below the text, or in brackets after it."""
 
     text: str
     detail: str = ""
@@ -42,8 +42,8 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """`align` has a letter for each column: l or r. `title` tells tables of one section apart. With
-    `verdict_last` the last column is what a reader looks for, and comes first on a phone."""
+    """A table. `align` has a letter for each column: l or r. `title` tells tables of one section apart. With
+    `verdict_last` the last column is the verdict, which comes first on a phone."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[TableCell]]
@@ -59,10 +59,10 @@ def make_table(
     title: str = "",
     left: Iterable[int] = (0,),
 ) -> Table:
-    """A table whose columns are right-aligned except those at the places `left`."""
+    """A table whose columns are right-aligned, except those with an index in `left`."""
     cells = [[TableCell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    places = {place % len(head) for place in left}
-    return Table(head, cells, "".join("l" if i in places else "r" for i in range(len(head))), title)
+    left_aligned = {index % len(head) for index in left}
+    return Table(head, cells, "".join("l" if i in left_aligned else "r" for i in range(len(head))), title)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: `inside` is its SVG without the outer tag, `label` names its setting."""
+    """One drawing: `inside` is its SVG without the outer tag, `box` its viewBox, `label` names its
+    setting."""
 
     name: str
     box: str
@@ -85,7 +86,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawings of one kind, one for each setting, how to read them, and the methods' colours."""
+    """Drawings of one kind, one for each setting, with a caption and a legend: method -> colour."""
 
     title: str
     caption: str
@@ -94,22 +95,22 @@ class Figures:
     kind: str = "figures"
 
 
-FOLDED = ("training",)  # sections that a reader opens: details that no verdict needs
+FOLDED = ("training",)  # sections shown closed: details that no verdict needs
 
 Block = Paragraph | Bullets | Table | Code | Figures
 
 
 def with_note(blocks: Iterable[Block | None], note: str = "") -> list[Block]:
-    """The blocks that are there, and below them a note on how to read them."""
-    there = [block for block in blocks if block is not None]
-    return [*there, Paragraph(note, tone="note")] if there and note else there
+    """The blocks that are not None and, if there are any, a note on how to read them."""
+    present = [block for block in blocks if block is not None]
+    return [*present, Paragraph(note, tone="note")] if present and note else present
 
 
 @dataclass(frozen=True)
 class Document:
     title: str
     subtitle: str
-    badges: list[TableCell]  # what is known of each comparison, in a word or two
+    badges: list[TableCell]  # the verdict of each comparison
     answer: list[str]
     alert: str  # one line below the answer: how many warnings there are; "" without any
     sections: dict[str, list[Block]]
@@ -148,16 +149,16 @@ def _source(name: str) -> str:
 def escape_markdown(text: str) -> str:
     """Plain text that Markdown shows as it is, in a paragraph, a list or the cell of a table."""
     text = " ".join(text.split())
-    # Markup first as entities, so that nothing a name contains can open a tag in any reader.
+    # Markup characters become entities first, so that no name can open a tag in any viewer.
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", text)
-    # An underscore inside a word is only a letter; at its ends it would begin or end an emphasis.
+    # Only an underscore at the start or end of a word would begin or end an emphasis.
     text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
     return re.sub(r"^(#+|[-+]|\d+[.)])(?=\s|$)", lambda m: m[1][:-1] + "\\" + m[1][-1], text)
 
 
 def fence(text: str) -> str:
-    """A code block that its own content cannot close."""
+    """A code block, with more backticks than its content has in a row, so that nothing in it closes it."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     marks = "`" * (longest + 1)
     return f"{marks}\n{text.rstrip()}\n{marks}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from oelm.study.history import Course, courses
+from oelm.study.history import ArmHistory, arm_histories
 from oelm.study.report import numbers
 from oelm.study.report.document import Figure, Figures
 from oelm.study.report.view import View
@@ -26,8 +26,8 @@ HEIGHT = 2.75
 BESIDE, LETTERS = 1.45, 20  # inches left of a forest plot, and the letters of a line of a label that fit
 WIDTH = 4.0  # inches; on a phone of 360 px a letter of 9.5 points is then about 10 px high
 
-# Placeholders that become the page's CSS variables, so that one drawing serves light and dark themes. The
-# fallbacks show if a figure is taken out of its page.
+# Placeholders that are replaced by the page's CSS variables, so that one drawing serves light and dark
+# themes. The fallbacks apply to a figure taken out of its page.
 INK, FAINT, LINE, PAGE, BAND = "#0d0d01", "#0d0d02", "#0d0d03", "#0d0d04", "#0d0d05"
 # Okabe and Ito's palette, for colour-blind readers.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
@@ -60,8 +60,8 @@ def forest(view: View, kind: str) -> Figures | None:
 
     def paint(axes: Any) -> None:
         axes.axvspan(shown(-bound), shown(bound), color=BAND, lw=0)
-        for place, comparison in enumerate(rows):
-            _forest_row(view, axes, comparison, len(rows) - 1 - place)
+        for index, comparison in enumerate(rows):
+            _forest_row(view, axes, comparison, len(rows) - 1 - index)
         axes.axvline(0, color=FAINT, lw=1, zorder=1)
         axes.set_ylim(-0.5, len(rows) - 0.5)
         axes.margins(x=0.06)
@@ -77,18 +77,18 @@ def forest(view: View, kind: str) -> Figures | None:
 
 
 def _forest_row(view: View, axes: Any, comparison: Comparison, y: float) -> None:
-    told, items = comparison.group.told, comparison.by_items
+    shown_interval, items = comparison.group.shown_interval, comparison.by_items
     assert comparison.combined is not None
-    combined, items = told(comparison.combined), items and told(items)
-    place = view.colours[comparison.method]
-    shade = colour(place)
+    combined, items = shown_interval(comparison.combined), items and shown_interval(items)
+    colour_index = view.colours[comparison.method]
+    shade = colour(colour_index)
     if items is not None and items.low is not None:
         axes.plot([items.low, items.high], [y - 0.2] * 2, color=FAINT, lw=1.2, solid_capstyle="butt")
     if combined.low is not None:
         axes.plot([combined.low, combined.high], [y, y], color=shade, lw=3, solid_capstyle="butt")
     filling = PAGE if comparison.verdict == "void" else shade
-    axes.plot(combined.mean, y, _mark(place), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
-    # What distinguishes a comparison from the others comes first: long names are cut.
+    axes.plot(combined.mean, y, _mark(colour_index), ms=8, color=shade, mfc=filling, markeredgewidth=1.8)
+    # The part that distinguishes a comparison from the others comes first, as long names are cut.
     name, task = comparison.method, view.title(comparison.group)
     if not task:
         name = f"{name} − {comparison.reference}"
@@ -148,10 +148,10 @@ def _curve(group: Group, arm: ArmResult) -> dict[int, list[float]]:
 
 
 def _tokens_a_step(group: Group) -> float | None:
-    """Of language models that all read as many at every step; otherwise None."""
+    """Tokens of a training step, for language models whose runs all have the same number; otherwise None."""
     runs = [record.results for arm in group.arms.values() for record in arm.finished]
-    every = {run["tokens"] / run["steps"] if run.get("steps") and "tokens" in run else None for run in runs}
-    return every.pop() if group.kind == "perplexity" and len(every) == 1 else None
+    counts = {run["tokens"] / run["steps"] if run.get("steps") and "tokens" in run else None for run in runs}
+    return counts.pop() if group.kind == "perplexity" and len(counts) == 1 else None
 
 
 def _paint_curves(view: View, group: Group, axes: Any) -> None:
@@ -176,30 +176,32 @@ def _paint_curves(view: View, group: Group, axes: Any) -> None:
 
 def histories(view: View) -> Figures | None:
     """The loss at every evaluation, and what was published for the same run."""
-    groups = [g for g in view.analysis.groups if any(_losses(course) for course in courses(g))]
+    groups = [g for g in view.analysis.groups if any(_losses(arm) for arm in arm_histories(g))]
     return _facets(view, "histories", groups, _paint_histories, loss=True)
 
 
-def _losses(course: Course) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in course.history if "loss" in row}
+def _losses(arm: ArmHistory) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in arm.history if "loss" in row}
 
 
 def _paint_histories(view: View, group: Group, axes: Any) -> None:
-    for course in courses(group):
-        losses, place = _losses(course), view.colours[course.method]
-        points, last = course.published.get("history", {}), max(losses, default=0)
-        theirs = {step: row["loss"] for step, row in points.items() if "loss" in row and step <= last}
-        style = _line(view, group, course.method) | ({"marker": None} if len(losses) > 12 else {})
+    for arm in arm_histories(group):
+        losses, index = _losses(arm), view.colours[arm.method]
+        points, last = arm.published.get("history", {}), max(losses, default=0)
+        published = {step: row["loss"] for step, row in points.items() if "loss" in row and step <= last}
+        style = _line(view, group, arm.method) | ({"marker": None} if len(losses) > 12 else {})
         axes.plot(list(losses), list(losses.values()), **style)
-        axes.plot(list(theirs), list(theirs.values()), _mark(place), color=colour(place), mfc="none", ms=5)
+        axes.plot(
+            list(published), list(published.values()), _mark(index), color=colour(index), mfc="none", ms=5
+        )
     axes.set_xlabel(view.words("figure.step"))
     axes.locator_params(axis="x", nbins=5)
 
 
 def _line(view: View, group: Group, method: str) -> dict[str, Any]:
-    """The style of a method's line; that of the reference arm is wider, to be seen below an equal one."""
-    place = view.colours[method]
-    style: dict[str, Any] = {"color": colour(place), "marker": _mark(place), "clip_on": False}
+    """The style of a method's line; the reference arm's is wider, to be visible below an identical one."""
+    index = view.colours[method]
+    style: dict[str, Any] = {"color": colour(index), "marker": _mark(index), "clip_on": False}
     return style | ({"lw": 3.4, "ms": 7.5} if method == group.reference_arm else {})
 
 
@@ -218,9 +220,9 @@ def _facets(
     if len(groups) > MOST_FACETS:
         caption += " " + view.words("figure.facets", shown=MOST_FACETS, total=len(groups))
     drawn = {method for group in groups for method in group.arms}
-    legend = {method: place for method, place in view.colours.items() if method in drawn}
+    legend = {method: index for method, index in view.colours.items() if method in drawn}
     figures = []
-    for place, group in enumerate(groups[:MOST_FACETS]):
+    for index, group in enumerate(groups[:MOST_FACETS]):
 
         def fill(axes: Any, group: Group = group) -> None:
             paint(view, group, axes)
@@ -229,7 +231,7 @@ def _facets(
                 axes.set_title(view.words("metric.loss"), loc="left", x=-0.1, pad=8)
 
         right = 0.5 if group.metric == "perplexity" and not loss else 0.2
-        figures.append(draw(f"{name}-{place}", HEIGHT, fill, title, view.title(group), right=right))
+        figures.append(draw(f"{name}-{index}", HEIGHT, fill, title, view.title(group), right=right))
     return Figures(title, caption, figures, legend)
 
 
@@ -275,12 +277,12 @@ def _bits_per_log2(group: Group) -> float | None:
     return None
 
 
-def colour(place: int) -> str:
-    return f"#0d0e{place % len(PALETTE):02x}"
+def colour(index: int) -> str:
+    return f"#0d0e{index % len(PALETTE):02x}"
 
 
-def _mark(place: int) -> str:
-    return MARKS[place % len(MARKS)]
+def _mark(index: int) -> str:
+    return MARKS[index % len(MARKS)]
 
 
 def draw(
@@ -292,7 +294,7 @@ def draw(
     left: float = 0.5,
     right: float = 0.15,
 ) -> Figure:
-    """A new figure whose axes `paint` fills; margins in inches. `name` makes its ids unique in the page."""
+    """A figure whose axes `paint` has filled; margins in inches. `name` makes its ids unique in the page."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -306,8 +308,8 @@ def draw(
         )
         axes.patch.set_alpha(0)
         paint(axes)
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     box, inside = _inline(buffer.getvalue(), name)
     return Figure(name, box, Markup(inside), title, label)
 
@@ -329,5 +331,5 @@ def _adapt(tag: str, name: str) -> str:
     tag = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', tag)
     tag = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', tag)
     tag = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", tag)
-    tag = re.sub(r"font-family: [^;\"]+;? ?", "", tag)  # those it measured with; the page has its own
+    tag = re.sub(r"font-family: [^;\"]+;? ?", "", tag)  # matplotlib's fonts; the page has its own
     return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], tag)

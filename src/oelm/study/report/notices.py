@@ -1,4 +1,4 @@
-"""Everything a reader should know before believing the numbers: each thing once, the gravest first."""
+"""The warnings of a report, each once, the most serious kinds first."""
 
 import json
 from collections import defaultdict
@@ -19,7 +19,7 @@ ORDER = (
     "mixture", "run",
 )  # fmt: skip
 
-# Notices of which a run may have one for each split.
+# Codes of notices of which a run may have one for each split.
 OF_SPLITS = ("data.truncated", "data.targets_truncated", "training.behind_baseline")
 
 
@@ -35,7 +35,7 @@ class Listed:
 def notices(view: View) -> list[Listed]:
     """All warnings of an analysis, grouped by kind."""
     ordered = sorted(_notices(view), key=lambda entry: ORDER.index(entry[0]))
-    return [Listed(kind, told, text_of(told, view.words.lang)) for kind, told in ordered]
+    return [Listed(kind, entry, text_of(entry, view.words.lang)) for kind, entry in ordered]
 
 
 def _notices(view: View) -> Iterable[tuple[str, Notice]]:
@@ -49,7 +49,7 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
         missing = [name for name in (analysis.study.arms if analysis.study else ()) if name not in group.arms]
         if missing:
             yield "unfinished", notice("study.no_runs", task=view.label(group), methods=missing)
-        # Trials that say nothing yet: what is concluded about their methods must wait for them.
+        # No conclusion about these methods is possible before their trials are evaluated.
         if runs := [_run(cell) for arm in group.arms.values() for cell in arm.unevaluated]:
             yield "unevaluated", notice("study.unevaluated", task=view.label(group), runs=runs)
         yield from _failures(view, group)
@@ -68,14 +68,14 @@ def _notices(view: View) -> Iterable[tuple[str, Notice]]:
     for problem in analysis.damaged:
         yield "mixture", notice("study.damaged", problem=problem)
     for change in analysis.changes:
-        old, new = (_told(view, change[side]) for side in ("from", "to"))
+        old, new = (_value_text(view, change[side]) for side in ("from", "to"))
         yield "changed", notice("study.changed", key=change["key"], old=old, new=new)
     yield from _other_verdicts(view)
     if analysis.unplanned:
         yield "changed", notice("study.unplanned")
 
 
-def _told(view: View, value: Any) -> str:
+def _value_text(view: View, value: Any) -> str:
     """A value of a study's table as its file has it; an arm with settings by its name."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         arms = (v.get("arm", v.get("name")) if isinstance(v, dict) else v for v in value)
@@ -97,7 +97,7 @@ def _other_verdicts(view: View) -> Iterable[tuple[str, Notice]]:
 
 
 def _failures(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
-    """Failed and interrupted runs, those of one reason together."""
+    """Failed and interrupted runs, grouped by their reason."""
     alike: dict[str, list[Any]] = defaultdict(list)
     for arm in group.arms.values():
         for record in arm.failures:
@@ -117,12 +117,12 @@ def _run(cell: Cell) -> Notice:
 
 
 def _of_group(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
-    alike: dict[str, tuple[str, Notice, list[str]]] = {}  # what holds for several methods is said once
+    alike: dict[str, tuple[str, Notice, list[str]]] = {}  # notice -> kind, notice, methods it holds for
     for arm in group.arms.values():
-        for kind, told in _of_arm(group, arm):
-            alike.setdefault(json.dumps(told.to_dict()), (kind, told, []))[2].append(arm.method)
-    for kind, told, methods in alike.values():
-        yield kind, Notice(told.code, {"task": view.label(group), "methods": methods, **told.values})
+        for kind, entry in _of_arm(group, arm):
+            alike.setdefault(json.dumps(entry.to_dict()), (kind, entry, []))[2].append(arm.method)
+    for kind, entry, methods in alike.values():
+        yield kind, Notice(entry.code, {"task": view.label(group), "methods": methods, **entry.values})
     ended = {r.cell for r in group.records if r.completed}
     ended |= {r.cell for arm in group.arms.values() for r in arm.failures if r.failed_by_method}
     needed = group.matrix.needed if group.matrix else []  # as far as it can be known
@@ -152,17 +152,17 @@ def _of_arm(group: Group, arm: ArmResult) -> Iterable[tuple[str, Notice]]:
 
 
 def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
-    """The warnings of the runs themselves: those that differ in their numbers only are one, with a count."""
+    """The warnings of the runs themselves: those that differ only in numbers are merged, with a count."""
     alike: dict[str, list[Notice]] = defaultdict(list)
     runs: dict[str, set[Cell]] = defaultdict(set)
-    told = {name for arm in group.arms.values() for name in group.behind(arm)}
+    reported = {name for arm in group.arms.values() for name in group.behind(arm)}
     for record in group.records:
         for warning in record.warnings:
-            # What the means are behind is said of the methods already.
-            if warning.code != "training.behind_baseline" or warning.values.get("name") not in told:
+            # Baselines that beat a method's mean are reported for the method already.
+            if warning.code != "training.behind_baseline" or warning.values.get("name") not in reported:
                 alike[_shape(warning)].append(warning)
                 runs[_shape(warning)].add(record.cell)
-    texts = []  # of old records: what each run said in its own numbers is one notice
+    texts = []  # warnings of old records, which are plain texts: one notice for all of them
     for shape, several in alike.items():
         values = {"warning": _merged(several), "count": len(runs[shape])}
         if several[0].code == "text" and len(several) < len(group.records):
@@ -173,18 +173,18 @@ def _of_runs(view: View, group: Group) -> Iterable[tuple[str, Notice]]:
         yield "run", notice("study.texts_of_runs", task=view.label(group), texts=texts)
 
 
-def _shape(told: Notice) -> str:
-    """A notice without its numbers and, where it may be of several splits, without the split."""
-    anything = ("split",) if told.code in OF_SPLITS else ()
-    values = {k: "<any>" if is_number(v) or k in anything else v for k, v in told.values.items()}
-    return json.dumps(Notice(told.code, values).to_dict(), sort_keys=True)
+def _shape(entry: Notice) -> str:
+    """A key for notices that are equal but for their numbers and, in OF_SPLITS, the split."""
+    ignored = ("split",) if entry.code in OF_SPLITS else ()
+    values = {k: "<any>" if is_number(v) or k in ignored else v for k, v in entry.values.items()}
+    return json.dumps(Notice(entry.code, values).to_dict(), sort_keys=True)
 
 
 def _merged(several: list[Notice]) -> Notice:
-    """One notice for those of one shape: each number, or the range of it."""
+    """One notice for several of one shape: a number that differs becomes its range."""
     values = dict(several[0].values)
     for key, value in values.items():
-        seen = [told.values[key] for told in several]
+        seen = [entry.values[key] for entry in several]
         if is_number(value) and min(seen) != max(seen):
             values[key] = Span(min(seen), max(seen))
         elif key == "split" and len(set(map(str, seen))) > 1:

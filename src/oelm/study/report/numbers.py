@@ -26,7 +26,7 @@ def fixed(value: float | None, digits: int) -> str:
 
 
 def signed(value: float | None, digits: int) -> str:
-    """With its sign, for differences; without one if it rounds to zero."""
+    """A difference with its sign; without one if it rounds to zero."""
     text = fixed(value, digits)
     shown_zero = not text.strip("0.")
     return text if value is None or math.isnan(value) or value < 0 or shown_zero else f"+{text}"
@@ -40,7 +40,7 @@ def with_interval(mean: float, low: float | None, high: float | None, unit: str 
 
 
 def with_minus(text: str) -> str:
-    """A sentence with the typographic sign before its negative numbers; 1e-3 and names stay."""
+    """The sentence with a typographic minus sign in negative numbers; 1e-3 and names stay as they are."""
     return re.sub(r"(?<![\w.-])-(?=\d)", MINUS, text)
 
 
@@ -74,7 +74,7 @@ def p_value(p: float | None) -> str:
 
 
 def equals(p: float | None) -> str:
-    """For a sentence: "= 0.65" or "< 0.001"."""
+    """A p value inside a sentence: "= 0.65" or "< 0.001"."""
     text = p_value(p)
     return f"< {text[1:]}" if text.startswith("<") else f"= {text}"
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oelm.claims.verdicts import judge
-from oelm.study.history import courses
+from oelm.study.history import arm_histories
 from oelm.study.records import Record, mean_of
 from oelm.study.report import tables
 from oelm.study.report.answer import answer
@@ -22,20 +22,20 @@ from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
 from oelm.system.terminal import console
 
 WIDTH = 80
-LONGEST_WORD = 30  # of a method's name: a longer one is broken
+LONGEST_WORD = 30  # characters of a word in a method's name that are kept on one line
 
 
 def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
-    """The table of results of every setting, and the answer in two sentences. Without colour and markup: the
-    text is the same in a terminal, a pipe and a log."""
+    """The table of results of every setting, and the answer in two sentences. Plain text without colour, so
+    that it is the same in a terminal, a pipe and a log."""
     view = View(analysis, Words(lang))
     file = io.StringIO()
     screen = console(file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for group in analysis.groups:
         results = tables.results(view, group, most_keys=1)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=None)
-        whole = [max(map(len, row[0].text.split()), default=0) for row in results.rows]
-        widths = [min(LONGEST_WORD, max(whole, default=0)), *[None] * (len(results.head) - 1)]
+        longest_words = [max(map(len, row[0].text.split()), default=0) for row in results.rows]
+        widths = [min(LONGEST_WORD, max(longest_words, default=0)), *[None] * (len(results.head) - 1)]
         for name, letter, least in zip(results.head, results.align, widths, strict=True):
             table.add_column(
                 Text(name), justify="left" if letter == "l" else "right", overflow="fold", min_width=least
@@ -43,10 +43,10 @@ def summary(analysis: Analysis, lang: str = "en", width: int = WIDTH) -> str:
         for row in results.rows:
             table.add_row(*map(_cell, row))
         screen.print(Text(view.words.items([view.label(group), group.model])), table, "", sep="\n")
-    warned = notices(view)
-    sentences = [*answer(view), *(listed.text for listed in warned if listed.kind == "unevaluated")]
-    if warned:
-        sentences.append(view.words("page.alert", count=len(warned)))
+    listed = notices(view)
+    sentences = [*answer(view), *(entry.text for entry in listed if entry.kind == "unevaluated")]
+    if listed:
+        sentences.append(view.words("page.alert", count=len(listed)))
     for sentence in sentences:
         screen.print(Text(sentence))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -92,7 +92,7 @@ def _group(view: View, group: Group) -> dict[str, Any]:
             for experiment, value in view.published(group)
         },
         "arms": [_arm(group, arm) for arm in group.arms.values()],
-        "training": [course.to_plain() for course in courses(group)],
+        "training": [arm.to_plain() for arm in arm_histories(group)],
     }
 
 
@@ -130,14 +130,14 @@ def _failure(record: Record) -> dict[str, Any]:
 def _comparison(view: View, comparison: Comparison) -> dict[str, Any]:
     tests = ("combined", "by_seeds", "by_items", "margin", "p_holm", "margin_p_holm")
     verdict = ("verdict", "small_difference", "collapsed", "problems")
-    overall, whole, group = comparison.overall, comparison.combined, comparison.group
+    overall, combined, group = comparison.overall, comparison.combined, comparison.group
     return {
         "setting": view.label(group),
         "overall": asdict(overall) | {"share_items": overall.share_items} if overall else None,
         "unit": "points" if group.kind == "share" else "100 * log ratio",
         # By how much lower a perplexity is than the reference arm's.
-        "percent": _picked(group.told(whole), "mean", "low", "high")
-        if whole and group.kind != "share"
+        "percent": _picked(group.shown_interval(combined), "mean", "low", "high")
+        if combined and group.kind != "share"
         else None,
         "metric": group.metric,
         **_picked(comparison, "method", "reference", "seeds", "differences", *tests, *verdict),

@@ -80,9 +80,9 @@ def _result(view: View, group: Group, arm: ArmResult) -> Row:
     verdict = TableCell(view.verdict(comparison), p, tone=TONES[comparison.verdict])
     if comparison.combined is None:
         return [*row, numbers.NOTHING, verdict]
-    told, digits = group.told(comparison.combined), view.digits(comparison)
-    span = "" if told.low is None else view.span(told.low, told.high, digits)
-    return [*row, TableCell(numbers.signed(told.mean, digits), span), verdict]
+    interval, digits = group.shown_interval(comparison.combined), view.digits(comparison)
+    span = "" if interval.low is None else view.span(interval.low, interval.high, digits)
+    return [*row, TableCell(numbers.signed(interval.mean, digits), span), verdict]
 
 
 def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
@@ -100,7 +100,7 @@ def _mean_cell(view: View, group: Group, arm: ArmResult) -> str | TableCell:
 
 
 def badges(view: View) -> list[TableCell]:
-    """What is known of each comparison: better, worse, equivalent, undecided or no verdict."""
+    """The verdict of each comparison: better, worse, equivalent, undecided or no verdict."""
     cells = []
     for c in view.analysis.comparisons[:MOST_BADGES]:
         name = view.words("table.minus", method=c.method, reference_arm=c.reference)
@@ -137,17 +137,20 @@ def _pair_cell(view: View, comparison: Comparison) -> TableCell:
 
 
 def _tests(view: View, comparison: Comparison) -> list[str]:
-    overall, whole = comparison.overall, comparison.combined
+    overall, combined = comparison.overall, comparison.combined
     assert overall is not None
     digits, share = view.digits(comparison), overall.share_items
-    told = comparison.group.told
-    intervals = (whole and told(whole), *(i and told(i) for i in (comparison.by_seeds, comparison.by_items)))
+    shown_interval = comparison.group.shown_interval
+    intervals = (
+        combined and shown_interval(combined),
+        *(i and shown_interval(i) for i in (comparison.by_seeds, comparison.by_items)),
+    )
     return [
         str(overall.seeds),
         numbers.count(overall.items),
         *(view.span(one.low, one.high, digits) if one else numbers.NOTHING for one in intervals),
         numbers.NOTHING if share is None else f"{100 * share:.0f} %",
-        numbers.p_value(whole.p if whole else None),
+        numbers.p_value(combined.p if combined else None),
         numbers.p_value(comparison.p_holm),
         f"±{comparison.margin:g}",
         numbers.p_value(comparison.margin_p_holm),
@@ -240,7 +243,8 @@ def cost(view: View, group: Group) -> Table | None:
 
 
 def _stages(view: View, parameters: dict[str, Any]) -> list[str]:
-    """From which step on how many parameters are frozen, where a schedule says so: the first and the last."""
+    """For a schedule of unfreezing, how many parameters are frozen from which step on; of more than two
+    stages the first and the last."""
     later = (parameters.get("stages") or [])[1:]
     shown = later if len(later) < 3 else [later[0], later[-1]]
     words = [
@@ -257,7 +261,7 @@ def raw(view: View, group: Group) -> Table | None:
         return None
     comparisons = [c for c in view.analysis.of_group(group) if c.arm in arms]
     columns = {arm.method: arm for arm in arms}
-    for arm in arms:  # what was measured at other learning rates too
+    for arm in arms:  # and columns for runs at near-tied learning rates
         ties = [replace(arm, records=runs, lr=lr, near_ties={}) for lr, runs in arm.near_ties.items()]
         columns |= {f"{arm.method} @ {numbers.learning_rate(tie.lr)}": tie for tie in ties}
     head = [

@@ -23,8 +23,8 @@ def table() -> dict[str, dict[str, str]]:
 
 
 class Words:
-    """The texts of one language. Values are put in as they are: escaping is the templates' work. `level` is
-    that of a study's intervals."""
+    """The texts of one language. Values are inserted unescaped, as the templates escape them. `level` is that
+    of a study's intervals."""
 
     def __init__(self, lang: str, level: float = 0.95) -> None:
         if lang not in LANGUAGES:
@@ -56,7 +56,7 @@ class View:
     def colours(self) -> dict[str, int]:
         """Method -> the number of its colour in every figure and table."""
         names = dict.fromkeys(method for group in self.analysis.groups for method in group.arms)
-        return {name: place for place, name in enumerate(names)}
+        return {name: index for index, name in enumerate(names)}
 
     @cached_property
     def labels(self) -> dict[str, str]:
@@ -109,8 +109,8 @@ class View:
         return numbers.fixed(mean_of(records, part, "metrics", "bits_per_byte"), 3)
 
     def digits(self, comparison: Comparison) -> int:
-        told = comparison.combined and comparison.group.told(comparison.combined)
-        return numbers.digits_for(told.low, told.high) if told else 1
+        interval = comparison.combined and comparison.group.shown_interval(comparison.combined)
+        return numbers.digits_for(interval.low, interval.high) if interval else 1
 
     def span(self, low: float | None, high: float | None, digits: int) -> str:
         """An interval of differences."""
@@ -138,8 +138,8 @@ class View:
         return [key for key in keys if not key.startswith(left_out)]
 
     def published(self, group: Group) -> list[tuple[Experiment, float]]:
-        """The published experiments on this task with this model, or that a run started from, and their
-        figure on its metric."""
+        """The published experiments on this task with this model, or that a run's config is made from, and
+        their figure for the setting's metric."""
         pairs, ids = [], {record.results.get("experiment") for record in group.records}
         for experiment in list_experiments():
             config, figures = experiment.config, experiment.published
