@@ -18,7 +18,7 @@ from oelm.study.records import Record, identify
 from oelm.study.result_types import Analysis
 
 MEDIUM, BERT, NOWHERE = "gpt-medium-512", "bert-base-uncased", Path("nowhere")
-UNRECORDED = Path("without predictions")
+UNRECORDED, ONE_GROUP = Path("without predictions"), Path("of one document")
 QK = {MEDIUM: (44_896_768, 3_145_728), BERT: (109_484_547, 14_174_208), "gpt-tiny": (1_510_146, 65_536)}
 FROZEN = ("oelm", "oelm-random", "oelm-gaussian", "oelm-global")
 WIGGLE = (0.3, -0.4, 0.1, -0.2, 0.2, -0.1, 0.4, -0.3, 0.2, -0.2)  # how seeds differ, in points or per cent
@@ -32,9 +32,10 @@ class MadeRecord(Record):
         if self.folder == UNRECORDED or self.test is None:
             return None
         ids, score = np.arange(20), np.full(20, self.test)
+        shared = {"ids": ids, "groups": ids * (self.folder != ONE_GROUP)}
         if self.metric == "perplexity":
-            return {"ids": ids, "scores": np.log(score), "tokens": np.ones(20)}
-        return {"ids": ids, self.metric: score}
+            return {**shared, "scores": np.log(score), "tokens": np.ones(20)}
+        return {**shared, self.metric: score}
 
 
 def run(

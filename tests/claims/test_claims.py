@@ -27,6 +27,7 @@ from tests.claims.claim_records import (
     BERT,
     GRID,
     MEDIUM,
+    ONE_GROUP,
     UNRECORDED,
     WIGGLE,
     MadeRecord,
@@ -226,8 +227,9 @@ def test_arms_of_different_recipes_are_not_compared():
 def with_problem(code: str) -> Analysis:
     more = {"at_chance": {"results": {"at_chance": True}}, "chosen_on_test": {"choose_on": "test"}}
     records = pairs(7, n=4 if code == "few_seeds" else 5, **more.get(code, {}))
-    if code == "no_items":
-        records = [replace(record, folder=UNRECORDED) for record in records]
+    if code in ("no_items", "one_group"):
+        folder = UNRECORDED if code == "no_items" else ONE_GROUP
+        records = [replace(record, folder=folder) for record in records]
     if code == "failed":
         records += [run("oelm", 6, 0.9, results={"status": "failed", "test": None}), run("baseline", 6, 0.8)]
     if code == "unfinished":

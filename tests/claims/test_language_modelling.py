@@ -1,5 +1,6 @@
 """The section on language modelling: what each arm reaches and costs, and which cheap arm is near."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,14 @@ def page(*records: list[Record]) -> str:
             {"oelm-lora": 8.0, "oelm-trainable": 0.5},
             "none is within 5 % of {}; the best is `oelm-lora`: 32.4",
         ),
-        ({"oelm-lora": 4.0, "train-then-freeze-plain": 3.0}, "the cheapest within 5 % of {} is `oelm-lora`"),
+        (
+            {"oelm-lora": 4.0, "train-then-freeze-plain": 3.0},
+            "the cheapest shown to be within 5 % of {} is `oelm-lora`",
+        ),
+        # By the means alone within 5 %, but the intervals reach beyond.
+        ({"oelm-lora": 4.9, "train-then-freeze-plain": 3.0}, "{} is `train-then-freeze-plain`: 3"),
+        ({"oelm-lora": 4.9, "top-1": 3.0}, "none is shown to be within 5 % of {}; the best is `oelm-lora`"),
+        ({"oelm-lora": 5.1}, "none is shown to be within 5 % of {}; the best is `oelm-lora`"),
         ({"oelm-lora": 6.0, "train-then-freeze-plain": 3.0}, "{} is `train-then-freeze-plain`: 3"),
         ({"oelm-lora": 6.0, "top-1": 3.0}, "none is within 5 % of {}"),  # trained for too long
     ],
@@ -70,6 +78,14 @@ def test_the_cheapest_one_near_baseline_is_named(losses: dict[str, float], says:
         "imdb-text (gpt-medium-512, 1,500 steps), of the methods with Q and K frozen for at least 80 %"
         in text
     )
+
+
+def test_an_arm_without_a_verdict_is_no_candidate() -> None:
+    found = runs({"oelm": 12.0, "oelm-lora": 8.0, "train-then-freeze-plain": 3.0})
+    for place, record in enumerate(found):
+        if (record.method, record.seed) == ("train-then-freeze-plain", 5):  # one pair has two arithmetics
+            found[place] = replace(record, environment={"device": "another"})
+    assert "none is within 5 % of `baseline`'s perplexity; the best is `oelm-lora`" in page(found)
 
 
 def test_every_arm_has_its_row() -> None:

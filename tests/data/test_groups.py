@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from oelm.data import Split, Windows, load_file, load_task, prepare
+from oelm.data import Split, Store, Windows, load_file, load_task, prepare
 from tests.data.made import parquet, sentence, write_csv
 
 
@@ -86,10 +87,35 @@ def test_a_window_belongs_to_the_document_of_its_first_target(tmp_path: Path) ->
     assert 10 < len(number) < len(windows)
 
 
-def test_a_stream_of_lines_is_one_group(tmp_path: Path) -> None:
+def _wikitext(folder: Path, lines: list[str]) -> Store:
     for split in ("train", "validation", "test"):
-        lines = [sentence(random.Random(i)) + " \n" for i in range(200)]
-        parquet(tmp_path / "wikitext-2-raw" / f"{split}.parquet", text=lines)
-    store = prepare(load_task("wikitext-2", data_dir=tmp_path), tokenizer="train:300")
+        parquet(folder / "wikitext-2-raw" / f"{split}.parquet", text=lines)
+    return prepare(load_task("wikitext-2", data_dir=folder), tokenizer="train:300")
+
+
+def test_a_stream_of_lines_without_titles_is_one_group(tmp_path: Path) -> None:
+    store = _wikitext(tmp_path, [sentence(random.Random(i)) + " \n" for i in range(200)])
     windows = Windows(store["test"], 32)
     assert len(windows) > 10 and (windows.groups() == np.zeros(len(windows))).all()
+
+
+@pytest.mark.parametrize("first", [[" \n"], []])
+def test_the_articles_of_a_stream_of_lines_are_groups(tmp_path: Path, first: list[str]) -> None:
+    """Only a title between empty lines starts one: sections and formulas do not. No token is added for it."""
+    rng = random.Random(0)
+    formula = " = 1 rad / s and a nominal impedance k = \n"
+    articles = [
+        [f" = Title {i} = \n", " \n", f" {sentence(rng, 30, 80)} \n", formula, " \n", " = = Part = = \n",
+         " \n", f" {sentence(rng, 30, 80)} \n", " \n"]
+        for i in range(20)
+    ]  # fmt: skip
+    store = _wikitext(tmp_path, [*first, *(line for lines in articles for line in lines)])
+    tokenizer, text = store.tokenizer(), "".join(first)
+    starts = []
+    for lines in articles:
+        starts.append(1 + len(tokenizer(text)["input_ids"]))
+        text += "".join(lines)
+    assert store["test"].tokens.tolist() == [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+    starts[0] = 1  # what is before the first title belongs to it
+    assert store["test"].column("documents").tolist() == starts
+    assert len(np.unique(Windows(store["test"], 32, whole=False).groups())) == 20

@@ -44,6 +44,12 @@ def test_items_that_belong_together_are_one(monkeypatch):
     assert numbers(text) == numbers(told(monkeypatch, items=1_670))
 
 
+def test_of_one_group_of_items_no_number_of_seeds_gives_a_verdict(monkeypatch):
+    for metric, trials in (("accuracy", ()), ("perplexity", TRIALS)):
+        text = told(monkeypatch, metric=metric, items=559, clusters=1, trials=trials)
+        assert text == "x: all test items belong together, so there is no verdict with any number of seeds"
+
+
 def test_a_metric_that_is_no_mean_of_items_has_no_bound_before_runs_are_tested(monkeypatch):
     for metric in ("f1_macro", "perplexity"):
         text = told(monkeypatch, metric=metric)

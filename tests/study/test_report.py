@@ -33,7 +33,7 @@ from oelm.study.report.tables import MOST_KEYS
 from oelm.study.report.view import View, Words, table
 from oelm.system.messages import LANGUAGES, notice
 from oelm.training.status import run_status
-from tests.claims.claim_records import pairs, rates_study, run, trials
+from tests.claims.claim_records import ONE_GROUP, pairs, rates_study, run, trials
 from tests.study.report_folders import copy_run, make_study, settle
 
 HOSTILE = "<script>alert(1)</script>|$x$ `b` *c* [d](e) & \\ _f_ \"q'"
@@ -452,6 +452,14 @@ def test_a_score_that_its_items_do_not_give_decides_nothing(tmp_path):
     path.write_text(json.dumps(record))
     (after,) = analyse(out).comparisons
     assert not before.problems and after.problems == ("no_items",) and after.verdict == "void"
+
+
+def test_items_of_one_group_decide_nothing():
+    """A corpus without marks between documents, such as one long text."""
+    records = [replace(record, folder=ONE_GROUP) for record in pairs(5.0)]
+    (found,) = analyse_records(records, None).comparisons
+    assert found.problems == ("one_group",) and found.verdict == "void"
+    assert not analyse_records(pairs(5.0), None).comparisons[0].problems
 
 
 def test_a_study_that_is_changed_after_its_first_test_keeps_its_planned_verdicts(tmp_path):

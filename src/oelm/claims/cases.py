@@ -12,7 +12,7 @@ from oelm.claims.data import Claim, ClaimPart, Interval, Sentence, join, sentenc
 from oelm.config import SUFFIXES
 from oelm.data.catalogue import TASKS
 from oelm.models.gpt_sizes import PRESETS
-from oelm.study.analysis import find_problems, near_tied_pairs, table_of
+from oelm.study.analysis import find_problems, near_tied_pairs, one_group, table_of
 from oelm.study.decide import combine
 from oelm.study.records import Record
 from oelm.study.result_types import Analysis, ArmResult, Group, explain_problems
@@ -272,6 +272,8 @@ def make_case(claim: Claim, setting: Setting, control: str | None = None) -> Cas
     codes = find_problems(*arms, analysis.study, analysis.planned)
     if len(tables) < sum(map(bool, ties)):
         codes = (*codes, "no_items")
+    if one_group(tables):
+        codes = (*codes, "one_group")
     if len(tables) < len(ties):
         tables = []
     names = {arm.method: arm for arm in reversed(arms)}

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from oelm.study.decide import LEVEL, combine
 from oelm.study.records import mean_of
 from oelm.study.report import numbers
 from oelm.study.result_types import Analysis, ArmResult, Comparison, Group
+from oelm.study.statistics import holm
 
 METHOD, REFERENCE = "oelm", "baseline"
 NEAR = 5.0  # per cent of baseline's perplexity
@@ -90,24 +92,45 @@ def _above(comparison: Comparison) -> str:
 
 
 def _nearest(analysis: Analysis, group: Group) -> str | None:
-    """The sentence on the cheapest arm within NEAR per cent of baseline; None if no arm was compared."""
-    cheap = [c for arm in _cheap(group) if (c := _comparison(analysis, group, arm.method))]
+    """The sentence on the cheapest arm within NEAR per cent of baseline; None where nothing was compared."""
+    cheap = [
+        c for arm in _cheap(group) if (c := _comparison(analysis, group, arm.method)) and c.verdict != "void"
+    ]
     if not cheap:
         return None
+    within = f"within {NEAR:g} % of `{REFERENCE}`'s perplexity"
     what = (
         f"On {group.task} ({group.model}, {_steps(group):,} steps), of the methods with Q and K frozen for "
         f"at least {FROZEN:.0%} of the steps and at most {EXTRA:.0%} as many parameters learned beside them"
     ).replace("%", " %")
-    near = [c for c in cheap if _excess(c) <= NEAR]
+    near = [c for c in _shown_near(analysis) if c in cheap]
     if near:
         first = min(near, key=lambda c: (_trained(c.arm) or 0.0, _excess(c)))
-        return (
-            f"{what}, the cheapest within {NEAR:g} % of `{REFERENCE}`'s perplexity is {_perplexities(first)}."
-        )
+        return f"{what}, the cheapest shown to be {within} is {_perplexities(first)}."
     best = min(cheap, key=_excess)
-    return (
-        f"{what}, none is within {NEAR:g} % of `{REFERENCE}`'s perplexity; the best is {_perplexities(best)}."
-    )
+    shown = "" if all(_beyond(c) for c in cheap) else "shown to be "
+    return f"{what}, none is {shown}{within}; the best is {_perplexities(best)}."
+
+
+def _shown_near(analysis: Analysis) -> list[Comparison]:
+    """The comparisons that are significantly within NEAR per cent, corrected (Holm) for all planned ones:
+    several arms are tried, and the mean of one that is just beyond is within as often as not."""
+    looks = len(analysis.study.looks) if analysis.study else 1
+    p = [
+        combine(c.combined.tables, c.group.bound(NEAR), looks).margin_p
+        if c.combined and c.verdict != "void"
+        else None
+        for c in analysis.comparisons
+    ]
+    corrected = holm(p, analysis.planned - len(p))
+    return [c for c, p in zip(analysis.comparisons, corrected, strict=True) if p is not None and p < LEVEL]
+
+
+def _beyond(comparison: Comparison) -> bool:
+    """Whether the whole interval is beyond NEAR per cent."""
+    assert comparison.combined is not None
+    high = comparison.combined.high  # of a difference that is positive where the method is better
+    return high is not None and -comparison.group.shown(high) > NEAR
 
 
 def _perplexities(comparison: Comparison) -> str:

@@ -44,7 +44,7 @@ class Task:
     held_out: float = 0.1  # the share of the training rows that HELD_OUT takes
     drop_unlabelled: bool = False  # rows labelled -1 are dropped and counted, not refused
     group: str | None = None  # "contains": phrases within one another; "text": equal first texts
-    separate: bool = True  # a corpus: rows are documents (True) or the lines of one stream (False)
+    separate: bool = True  # a corpus: rows are documents (True) or lines of articles (False)
     train_on: dict[str, tuple[str, ...]] = field(default_factory=dict)  # choices: name -> task names
 
 

@@ -102,7 +102,8 @@ def load_task(
     if kind.stream:  # its documents are assigned to splits when they are written
         if train_size is not None:
             raise UserError(f"train_size counts rows of a classification task; {name} is a corpus")
-        dataset.separate = dataset.identity["separate"] = task.separate
+        dataset.separate = task.separate
+        dataset.identity["separate"] = task.separate or "articles"
         return dataset
     for part in parts:
         data.read_rows(dataset, part)

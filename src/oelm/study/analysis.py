@@ -245,6 +245,8 @@ def _compare(
     problems = find_problems(arm, other, study, planned)
     if any(tie and table is None for tie, table in zip(ties, tables, strict=True)):
         problems = (*problems, "no_items")
+    if one_group(tables):
+        problems = (*problems, "one_group")
     return Comparison(
         group, method, reference, margin, seeds, differences,
         overall=intervals[0] if tables[0] is not None else None,
@@ -271,6 +273,11 @@ def table_of(group: Group, pairs: Sequence[tuple[Record, Record]]) -> tuple[np.n
     if not rows or len({len(row) for row in rows}) > 1:
         return None
     return np.array(rows), sizes[0]
+
+
+def one_group(tables: Iterable[tuple[np.ndarray, np.ndarray] | None]) -> bool:
+    """Whether all test items belong together: then nothing tells how a difference varies with items."""
+    return any(table is not None and len(table[1]) < 2 for table in tables)
 
 
 def _values(metric: str, run: Record, finished: Record | None) -> ItemValues | None:

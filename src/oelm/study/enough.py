@@ -22,6 +22,10 @@ def expected_precision(setting: Setting, out: Path) -> str:
     unit = "points" if share else "%"
     bound = table.margin if share else 100 * math.log1p(table.margin / 100)
     items = len(np.unique(objective_of(setting.config, setting.store).groups("test")))
+    if items < 2:
+        return (
+            f"{setting.task}: all test items belong together, so there is no verdict with any number of seeds"
+        )
     by_chance, worst = half_width_of_answers(DISAGREE, seeds, items, level)
     is_mean, never_enough = setting.metric in MEANS, worst > bound
     never = f"; then no number of seeds is enough for the margin of {table.margin:g}" if never_enough else ""

@@ -248,8 +248,8 @@ class Comparison:
 
 
 PROBLEMS = (
-    "few_seeds", "no_items", "other_rates", "unequal_trials", "at_chance", "other_arithmetic", "unevaluated",
-    "failed", "unfinished", "chosen_on_test",
+    "few_seeds", "no_items", "one_group", "other_rates", "unequal_trials", "at_chance", "other_arithmetic",
+    "unevaluated", "failed", "unfinished", "chosen_on_test",
 )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """Language modelling: documents become one stream of tokens per split, with bounded memory.
 
 A stream starts with the boundary token, so that the first token of text is predicted like any other. If rows
-are documents, each ends with the boundary. Boundaries count no bytes.
+are documents, each ends with the boundary. Boundaries count no bytes. In a stream of lines (WikiText) an
+article starts at its title, a line such as " = Title = " between empty ones. Nothing is put between articles.
 """
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +34,7 @@ from oelm.system.progress import Display
 
 PIECE = 1 << 16  # characters tokenised as one string
 BLOCK = 1 << 20  # characters passed to the tokenizer at once, which bounds memory
+TITLE = re.compile(r" = (?!= ).* = \n")  # of an article of WikiText; " = = Section = = " has more signs
 
 
 class LanguageObjective(Objective):
@@ -112,7 +115,7 @@ class LanguageModeling(TaskKind):
         return (text for split, text in documents(dataset) if split == "train")
 
     def write(self, dataset: Dataset, tokenizer: Any, folder: Path, lengths: Lengths, show: bool) -> Splits:
-        """Columns: tokens, and documents (the start of each; a stream of lines is one document)."""
+        """Columns: tokens, and documents (the start of each; in a stream of lines, of each article)."""
         encoder = Encoder(tokenizer, max_length=1 << 30)
         boundary = boundary_id(tokenizer)
         dtypes = {"tokens": encoder.dtype, "documents": np.uint64}
@@ -236,6 +239,7 @@ class _Stream:
         self.pending: list[tuple[str, bool]] = []  # piece, and whether a document ends after it
         self.size = 0
         self.line = ""  # text of a stream that is not cut yet, as its rows are not units of text
+        self.title, self.after_blank = "", True  # the last row if it may be a title, and what was before
         self.inside = False  # whether the first piece of a document is written and its last is not
         writer.append(tokens=self.boundary, documents=np.zeros(0, np.int64))
 
@@ -245,10 +249,23 @@ class _Stream:
             parts = list(pieces(text))
             self._extend([(part, i == len(parts) - 1) for i, part in enumerate(parts)])
             return
-        self.line += text
+        if self.title:  # it is one if this row is empty, too
+            if text.isspace() and self.line.strip():
+                self._end_article()
+            self.line += self.title
+        self.title = text if self.after_blank and TITLE.fullmatch(text) else ""
+        self.after_blank = text.isspace()
+        self.line += "" if self.title else text
         if len(self.line) > 2 * PIECE:
             *parts, self.line = pieces(self.line)
             self._extend([(part, False) for part in parts])
+
+    def _end_article(self) -> None:
+        """Cut a stream where another article starts. Byte-level BPE joins the space before a word or a sign
+        to it, and not to the line before, so the cut changes no token."""
+        parts = list(pieces(self.line))
+        self._extend([(part, i == len(parts) - 1) for i, part in enumerate(parts)])
+        self.line = ""
 
     def _extend(self, parts: list[tuple[str, bool]]) -> None:
         self.pending += parts
@@ -266,10 +283,11 @@ class _Stream:
             if not self.inside:
                 starts.append(position)
             arrays.append(np.array(ids, dtype=self.encoder.dtype))
-            if ends:
+            position += len(ids)
+            if ends and self.separate:
                 arrays.append(self.boundary)
+                position += 1
             self.inside = not ends
-            position += len(ids) + ends
         if arrays:
             self.writer.append(
                 bytes=size, tokens=np.concatenate(arrays), documents=np.array(starts, np.int64)
@@ -277,7 +295,7 @@ class _Stream:
         self.pending, self.size = [], 0
 
     def close(self) -> dict[str, Any]:
-        if self.line:
-            self._extend([(part, False) for part in pieces(self.line)])
+        if last := self.line + self.title:
+            self._extend([(part, False) for part in pieces(last)])
         self._write()
         return self.writer.close()
