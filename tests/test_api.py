@@ -130,7 +130,7 @@ def test_mistakes() -> None:
     with pytest.raises(
         UserError, match=r"^method is the name of a method; its fields are keys, such as set="
     ):
-        oelm.train(data="a.csv", method=oelm.Method.from_dict("oelm"))
+        oelm.train(data="a.csv", method=oelm.Method.from_dict({"name": "oelm"}))
     with pytest.raises(UserError, match=r"^stop_after is a number of seconds, such as 540, not '9m'"):
         oelm.train(data="a.csv", stop_after="9m")
     with pytest.raises(UserError, match="neither a file nor a shipped study"):

@@ -157,6 +157,9 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
+    if not checked.frozen_tensors:
+        say(f"{run}: clean. Nothing is frozen in the model that was saved")
+        return
     text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
     text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
     text += "bit for bit, what they were"
