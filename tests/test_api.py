@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 import typer
 
@@ -17,6 +19,7 @@ from oelm.cli.main import app
 from oelm.config import read_toml
 from oelm.errors import UserError
 from oelm.study.request import plan_study
+from oelm.training.request import normalized_options
 from oelm.training.run_result import RunResult
 from tests.command_line import caller
 from tests.data.made import labelled, sentence
@@ -122,6 +125,14 @@ def test_mistakes() -> None:
         oelm.train(data="a.csv", set={"training.clip": -1})
     with pytest.raises(UserError, match=r"training\.clip.*-1"):  # a string is one assignment, not its letters
         oelm.train(data="a.csv", set="training.clip=-1")
+    with pytest.raises(UserError, match=r"^data is a table in memory, but must name a file: .*to_csv"):
+        oelm.train(data=pandas.DataFrame({"text": ["a"]}))
+    with pytest.raises(
+        UserError, match=r"^method is the name of a method; its fields are keys, such as set="
+    ):
+        oelm.train(data="a.csv", method=oelm.Method.from_dict({"name": "oelm"}))
+    with pytest.raises(UserError, match=r"^stop_after is a number of seconds, such as 540, not '9m'"):
+        oelm.train(data="a.csv", stop_after="9m")
     with pytest.raises(UserError, match="neither a file nor a shipped study"):
         oelm.study("none.toml")
 
@@ -174,6 +185,28 @@ def test_a_missing_text_is_named(value):
         oelm.UserError, match=r"^texts\[1\] is .+: neither a text nor a tuple of two; leave it out"
     ):
         predictor(["fine", value])
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [pandas.DataFrame({"text": ["a"]}), {"text": ["a"]}, None, 7],
+    ids=lambda texts: type(texts).__name__,
+)
+def test_what_is_no_list_of_texts_is_refused(texts):
+    """Iterating over a table would predict the names of its columns."""
+    predictor = object.__new__(oelm.Predictor)
+    predictor.trained = SimpleNamespace(predict=list)
+    with pytest.raises(
+        oelm.UserError, match=rf"^texts must be .*, not {type(texts).__name__}; of a table give"
+    ):
+        predictor(texts)
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"lr": np.float64(1e-3), "seed": np.int64(2), "data": Path("d.csv"), "text": None, "tracker": []}
+    plain = normalized_options(given)
+    assert plain == {"lr": 1e-3, "seed": 2, "data": "d.csv"}
+    assert [type(value) for value in plain.values()] == [float, int, str]
 
 
 def test_one_learning_rate_needs_no_list(tmp_path):

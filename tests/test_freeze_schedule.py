@@ -55,7 +55,11 @@ def step(model, optimizer, batch):
         ({"order": "top-down"}, "needs freeze_at or unfreeze_at"),
         ({"freeze_at": 0.2, "refreeze_at": 0.4}, "freeze_schedule.refreeze_at needs unfreeze_at"),
         ({"unfreeze_at": 1.5}, "must be a number of steps or a share"),
-        ({"unfreeze_at": 0}, "must be a number of steps or a share"),
+        (
+            {"unfreeze_at": 0},
+            "must be a number of steps or a share of them, above 0, or a list of such, not 0",
+        ),
+        ({"unfreeze_at": 5, "every": 0}, "every must be a number of steps or a share, above 0, not 0"),
         ({"unfreeze_at": []}, "is an empty list"),
         ({"unfreeze_at": [0.2, 0.4]}, "need order = 'top-down' or 'bottom-up'"),
         ({"unfreeze_at": [0.2, 0.4], "order": "top-down", "every": 5}, "every contradicts"),

@@ -96,7 +96,9 @@ class Method:
         for name in ("lora", "qk_lora"):
             rank = getattr(self, name)
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-                raise UserError(f"{name} is the rank of the adapters, a whole number, not {rank!r}")
+                raise UserError(
+                    f"{name} is the rank of the adapters, a whole number of at least 0, not {rank!r}"
+                )
         if self.lora and any(self.freeze.get(role) != "all" for role in ("q", "k", "v")):
             raise UserError("lora adapts frozen projections: freeze q, k and v in all layers")
         if "polar" in self.start.values() and self.init == "fresh":

@@ -188,6 +188,16 @@ def test_a_run_without_a_log_has_times_and_parameters_only(tmp_path):
     assert "Parameters and efficiency" in write_report(tmp_path).markdown.read_text()
 
 
+def test_the_median_time_of_a_step_is_the_same_in_every_table(tmp_path):
+    for seed, seconds in enumerate((0.01, 0.02, 0.09), 1):
+        run = language_run(tmp_path / str(seed), {1000: 4.0}, seed=seed)
+        (run / "timing_stats.json").write_text(json.dumps({"mean_s": seconds, "median_s": seconds}))
+    (group,) = analyse(tmp_path).groups
+    (course,) = arm_histories(group)
+    assert course.time["step_median_s"] == group.arms["baseline"].step_time() == 0.02
+    assert course.time["step_mean_s"] == pytest.approx(0.04)
+
+
 def test_the_median_is_that_of_single_steps():
     steps = [0.1] * 7 + [5.0] * 3
     found = timing(steps, 2.0, 1.0)

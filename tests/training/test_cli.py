@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -152,6 +153,12 @@ def test_evaluate_and_audit(oelm_cli, run, tmp_path, monkeypatch):
     for part in (other.model, other.tokenizer):
         part.save_pretrained(tmp_path / "one")
     assert "clean. 16,384 parameters in 1 tensor are, bit for bit" in oelm_cli("audit", tmp_path / "one")[1]
+    oelm.release(other.model)
+    oelm.convert(other.model, "baseline")
+    other.model.save_pretrained(tmp_path / "one")
+    assert oelm_cli("audit", tmp_path / "one")[1] == (
+        f"{tmp_path / 'one'}: clean. Nothing is frozen in the model that was saved\n"
+    )
 
 
 def test_a_narrow_terminal_cuts_nothing(oelm_cli, run, world, monkeypatch):
@@ -274,6 +281,7 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
     [
         (("predict", "nowhere"), "nowhere is neither a run nor a saved model"),
         (("audit", "runs"), "runs is neither a run nor a saved model"),
+        (("audit", "studied"), f"studied is a study: name one of its runs, below {Path('studied', 'runs')}"),
         (("logs", "runs"), "it is not a run"),
         (("status", "nowhere"), "nowhere: no such folder"),
         (("train",), "name one of task.name"),
@@ -286,6 +294,8 @@ def test_a_running_run_is_seen_and_stops_when_asked(oelm_cli, run, world):
     ],
 )
 def test_mistakes(oelm_cli, run, world, words, message):
+    (world / "studied").mkdir(exist_ok=True)
+    (world / "studied" / "study.toml").touch()
     before = set(world.glob("runs/*"))
     code, _, err = oelm_cli(*words)
     assert code == 2

@@ -11,7 +11,7 @@ import typer
 from oelm.cli import options, show
 from oelm.cli.options import option
 from oelm.errors import AuditError, UserError
-from oelm.system.progress import duration
+from oelm.system.progress import duration, figure
 from oelm.system.startup import without_collection
 from oelm.system.terminal import console, say
 from oelm.training import request
@@ -157,6 +157,9 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if as_json:
         say(json.dumps(checked.to_dict()))
         return
+    if not checked.frozen_tensors:
+        say(f"{run}: clean. Nothing is frozen in the model that was saved")
+        return
     text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
     text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
     text += "bit for bit, what they were"
@@ -248,7 +251,7 @@ def _cells(run: "RunStatus", with_task: bool) -> list[str]:
         run.method,
         f"{run.step}/{run.of}" if run.of else "",
         f"{run.loss:.3g}" if run.loss is not None else "",
-        f"{run.best:.4g}" if run.best is not None else "",
+        figure(run.best) if run.best is not None else "",
         duration(run.left_s) if run.left_s is not None else "",
     ]
 
@@ -287,7 +290,7 @@ def log_line(line: str) -> str:
     try:
         entry = json.loads(line)
         if entry["kind"] == "eval":
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in entry["metrics"].items())
+            numbers = ", ".join(f"{name} {figure(value)}" for name, value in entry["metrics"].items())
             return f"step {entry['step']}: {entry['split']} {numbers}"
         return (
             f"step {entry['step']}/{entry['of']}: loss {entry['loss']:.4f}, lr {entry['lr']:.2e}, "

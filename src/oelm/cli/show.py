@@ -104,7 +104,7 @@ def command(*words: str | Path) -> str:
 
 def _published(comparison: dict[str, Any]) -> list[str]:
     """The published figures of an experiment, and those of a run that repeats it."""
-    from oelm.study.report.numbers import figure
+    from oelm.system.progress import figure
 
     keys = ", ".join(comparison["differs_in"])
     how = f"differs from the published recipe in: {keys}" if keys else "an exact repeat"

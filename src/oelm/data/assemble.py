@@ -196,8 +196,8 @@ class Windows:
             raise UserError(f"a window needs at least one token, not {self.size}")
         if not len(self):
             raise UserError(
-                f"the {self.split.name} split has {len(self.split.tokens)} tokens, less than one window of "
-                f"{self.size}; use shorter windows"
+                f"the {self.split.name} split has {len(self.split.tokens):,} tokens, less than one window of "
+                f"{self.size:,}; use shorter windows"
             )
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The values of store.json, after every file was checked; `Damaged` if one was changed or is missing."""
     path = folder / MANIFEST
     if not path.exists():
-        raise UserError(f"{folder} is not a prepared dataset: it has no {MANIFEST}")
+        raise UserError(f"{folder} is not a prepared dataset: it has no {MANIFEST}, and no .txt files either")
     meta = read_json(path)
     if not isinstance(meta, dict):
         raise Damaged(notice("file.damaged", path=path, problem=notice("value.not_object")))

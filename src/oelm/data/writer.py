@@ -14,6 +14,7 @@ from oelm.data.manifest import FORMAT, MANIFEST, seal
 from oelm.data.store import Store, open_store
 from oelm.errors import UserError
 from oelm.system.files import delete, folder_beside, lock_file, sync_folder, write_json
+from oelm.system.library_errors import why_not_written
 from oelm.system.messages import Notice, notice
 
 
@@ -135,7 +136,7 @@ def cached_store(root: Path, name: str, fingerprint: str, make: Callable[[Path],
                     sync_folder(final.parent)
     except OSError as error:
         raise UserError(
-            f"cannot write to the cache {root} ({error.strerror or error}); set OELM_CACHE_DIR"
+            f"cannot write to the cache {root} ({why_not_written(error)}); make room, or set OELM_CACHE_DIR"
         ) from None
     store = open_store(final)
     if problem:

@@ -1,6 +1,6 @@
 """A trained model as a function of texts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,11 @@ class Predictor:
 
     def __call__(self, texts: str | Iterable[str | tuple[str, str]]) -> Predictions:
         """Answers to texts or, for models of pairs or questions, to tuples of two texts."""
+        if hasattr(texts, "columns") or isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+            raise UserError(
+                f"texts must be a text or a list of texts, not {type(texts).__name__}; of a table give one "
+                "column, such as table['text'], of a file its path to Predictor.file"
+            )
         given = [texts] if isinstance(texts, str) else texts
         return Predictions(self.trained.predict(_line_of(number, text) for number, text in enumerate(given)))
 

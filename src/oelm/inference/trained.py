@@ -28,6 +28,7 @@ from oelm.inference.zero_shot import make_question, read_items, zero_shot
 from oelm.models.fit import agree_on_padding, positions_of, takes_segments
 from oelm.models.gpt_sizes import PRESETS
 from oelm.models.pretrained import load_as_saved, load_config
+from oelm.models.starts import is_study
 from oelm.system.files import read_object
 from oelm.system.progress import Display
 from oelm.training.evaluate import evaluate
@@ -49,6 +50,8 @@ class Trained:
         self.run = path if self.config is not None else None
         if not (self.folder / "config.json").is_file():
             what = _no_model(path, self.config) if self.config else "is neither a run nor a saved model"
+            if is_study(path):
+                what = f"is a study: name one of its runs, below {path / 'runs'}"
             raise UserError(f"{path} {what}")
         self.device = process_state().device
         disable_progress_bar()  # loading takes a moment only

@@ -43,12 +43,16 @@ class FreezeSchedule:
             raise UserError(f"freeze_schedule.polar must be true or false, not {self.polar!r}")
         for name in ("freeze_at", "every", "refreeze_at", "warmup"):
             value = getattr(self, name)
-            if value is not None and not _is_point(value, zero=name in ("freeze_at", "warmup")):
-                raise UserError(f"freeze_schedule.{name} must be a number of steps or a share, not {value!r}")
+            zero = name in ("freeze_at", "warmup")
+            if value is not None and not _is_point(value, zero=zero):
+                above = "" if zero else ", above 0"
+                raise UserError(
+                    f"freeze_schedule.{name} must be a number of steps or a share{above}, not {value!r}"
+                )
         if not all(_is_point(point) for point in self.unfreeze_points):
             raise UserError(
-                f"freeze_schedule.unfreeze_at must be a number of steps or a share of them, or a list of "
-                f"such, not {self.unfreeze_at!r}"
+                "freeze_schedule.unfreeze_at must be a number of steps or a share of them, above 0, or a "
+                f"list of such, not {self.unfreeze_at!r}"
             )
         self._check_combination()
 

@@ -29,6 +29,7 @@ from oelm.system.notebook import notebook_line
 from oelm.system.progress import duration
 from oelm.system.terminal import console, say
 from oelm.training import results
+from oelm.training.freezing import Freezing
 from oelm.training.parallel import process_state
 from oelm.training.resolve import ResolvedRun, objective_of, prepare_data, resolve_run
 from oelm.training.status import run_status
@@ -74,9 +75,13 @@ def _refuse_open_keys(config: RunConfig) -> None:
 def check_methods(settings: list[Setting]) -> None:
     """Build every model with every method once, so that one that cannot be built is refused before any
     run."""
-    for setting in {repr(setting.config.model): setting for setting in settings}.values():
-        for method in setting.study.arms:
-            _build(setting, method)
+    built = set()
+    for setting in settings:
+        for method, arm in setting.study.arms.items():
+            model = method, repr(setting.config.model)
+            if model not in built or Method.from_dict(arm.method).schedule:  # steps decide
+                _build(setting, method)
+            built.add(model)
 
 
 def _build(setting: Setting, method: str) -> Any:
@@ -85,7 +90,10 @@ def _build(setting: Setting, method: str) -> Any:
         config = setting.run_config(replace(setting.any_cell, method=method))
         _check_starts(config, setting.study)
         objective_of(config, setting.store)
-        return build_model(config, setting.store)[0]
+        model = build_model(config, setting.store)[0]
+        if Method.from_dict(config.method.overrides()).schedule:
+            Freezing(model, _resolved(setting, method).total_steps)
+        return model
     except UserError as error:
         raise UserError(f"{method}: {error}") from None
 
@@ -113,8 +121,10 @@ def estimate_run(setting: Setting) -> dict[str, float]:
     return results.estimate(model, setting.store.kind, _resolved(setting))
 
 
-def _resolved(setting: Setting) -> ResolvedRun:
-    config = setting.run_config(setting.any_cell)
+def _resolved(setting: Setting, method: str | None = None) -> ResolvedRun:
+    """A run of the setting, by default of its first arm."""
+    cell = setting.any_cell
+    config = setting.run_config(replace(cell, method=method or cell.method))
     objective = objective_of(config, setting.store)
     return resolve_run(config, objective, process_state().device, setting.study.table.gpus_per_run)
 
@@ -215,7 +225,8 @@ class ProgressView:
         if self.done_before < 0:
             self.done_before = progress.done
             if progress.done:
-                progress.news.insert(0, f"{progress.done} runs are done already")
+                runs = "run is" if progress.done == 1 else "runs are"
+                progress.news.insert(0, f"{progress.done:,} {runs} done already")
         for line in progress.news if self.shown else ():
             if self._live is None:
                 say(f"{line}; {self._summary(progress)}", err=self._line is None)
@@ -236,9 +247,9 @@ class ProgressView:
             if not (matrix.chosen or matrix.failed)
         ]
         expected = progress.done + len(running) + len(progress.waiting) + sum(planned)
-        text = f"{progress.done} of {expected} runs"
+        text = f"{progress.done:,} of {expected:,} runs"
         made = progress.done - self.done_before
-        if made > 0:
+        if made > 0 and expected > progress.done:
             half = len(running) / 2  # on average a running run is half done
             left = (expected - progress.done - half) / (made + half) * (time.monotonic() - self.began)
             text += f", about {duration(left)} left"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from oelm.errors import UserError
@@ -79,9 +79,9 @@ class ArmHistory:
         timing = [record.timing for record in self.records]
         names = {"total_s": "total_time_s", "training_s": "train_time_s", "validation_s": "eval_time_s"}
         times: Row = {name: mean_of(self.records, key) for name, key in names.items()}
-        for name, key in (("step_mean_s", "mean_s"), ("step_median_s", "median_s")):
+        for key, average in (("mean_s", fmean), ("median_s", median)):
             known: list[float] = [stats[key] for stats in timing if is_number(stats.get(key))]
-            times[name] = fmean(known) if known else None
+            times[f"step_{key}"] = average(known) if known else None
         return times | {"every_step": all(stats.get("every_step") is True for stats in timing)}
 
     @property

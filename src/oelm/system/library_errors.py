@@ -4,6 +4,7 @@ Only this module reads their texts; tests provoke the real errors.
 """
 
 import errno
+import re
 
 _OUT_OF_MEMORY = (
     "not enough memory", "can't allocate memory",  # PyTorch on a CPU
@@ -28,6 +29,13 @@ def is_not_deterministic(error: BaseException) -> bool:
 def wants_remote_code(error: BaseException) -> bool:
     """Whether transformers refused a checkpoint because it would run the checkpoint's own code."""
     return "trust_remote_code" in str(error)
+
+
+def why_not_written(error: OSError) -> str:
+    """Why a file could not be written; NumPy says only how much of it was."""
+    if re.search(r"\d+ requested and \d+ written", str(error)):
+        return "the disk is full, or files may not be that large"
+    return error.strerror or str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,11 @@ from oelm.system.terminal import console, say
 QUIET_SECONDS = 15.0  # between two lines without a terminal
 
 
+def figure(value: float) -> str:
+    """A figure of any size: 0.06168, 4.14, 44,896,768."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 class Display:
     """Progress on stderr; `show=False` is silent, `total` is None if it is not known."""
 
@@ -58,7 +63,7 @@ class Display:
 
     def note(self, **values: float) -> None:
         """Numbers to show from now on, such as the loss and a metric."""
-        self.latest |= {name: f"{value:.4g}" for name, value in values.items()}
+        self.latest |= {name: figure(value) for name, value in values.items()}
 
     def say(self, text: str) -> None:
         """Print a line that stays above the bar."""

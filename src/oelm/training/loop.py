@@ -23,6 +23,7 @@ from oelm.data.trivial_baselines import compute_in_background
 from oelm.errors import Interrupted, RunError
 from oelm.models.build import build_model
 from oelm.system.messages import Notice, notice
+from oelm.system.progress import figure
 from oelm.training import parallel, results
 from oelm.training.checkpoint import Checkpoint
 from oelm.training.evaluate import evaluate
@@ -278,7 +279,7 @@ def _evaluate(run: Run, epoch: float) -> bool:
     if training.early_stopping and progress.stale >= training.early_stopping:
         progress.stopped_early = True
     run.display.note(**{metric: value})
-    numbers = ", ".join(f"{k} {v:.4g}" for k, v in brief.items())
+    numbers = ", ".join(f"{k} {figure(v)}" for k, v in brief.items())
     run.display.say(f"step {progress.step}/{run.resolved.total_steps}: {split} {numbers}")
     if run.log is not None:
         entry = run.log.add(kind="eval", **evaluation)

@@ -27,7 +27,8 @@ OPTIONS = (*FLAGS, *SHORT)
 
 def normalized_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were given, in one form: `lm` becomes `kind="lm"`, one tracker a list of one."""
-    given = {name: value for name, value in options.items() if value not in (None, [])}
+    given = {name: _plain(name, value) for name, value in options.items() if value is not None}
+    given = {name: value for name, value in given.items() if value != []}
     if unknown := [name for name in given if name not in OPTIONS]:
         raise TypeError(f"unknown option {unknown[0]!r}; there are: {', '.join(OPTIONS)}")
     for option, kind in SHORT.items():
@@ -35,7 +36,23 @@ def normalized_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{option} and kind {given['kind']!r} contradict each other; keep one")
     if isinstance(tracker := given.get("tracker"), str):
         given["tracker"] = [tracker]
-    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return given
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A path as text, a number of NumPy's as Python's; a table is refused, as options name files."""
+    if hasattr(value, "columns"):
+        raise UserError(
+            f"{name} is a table in memory, but must name a file: write it to one, as with "
+            f"to_csv('my.csv', index=False), and give {name}='my.csv'"
+        )
+    if name == "method" and not isinstance(value, str):
+        raise UserError(
+            "method is the name of a method; its fields are keys, such as set={'method.freeze_ratio': 0.25}"
+        )
+    if isinstance(value, Path):
+        return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def as_list(value: Any) -> list[Any]:

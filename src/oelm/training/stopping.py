@@ -28,6 +28,8 @@ def stopping(stop_after: float | None) -> Iterator[Stop]:
     """A context in which SIGTERM, SIGUSR1, Ctrl-C and the time limit request a stop. A second Ctrl-C raises
     KeyboardInterrupt."""
     stop = Stop()
+    if isinstance(stop_after, str):
+        raise UserError(f"stop_after is a number of seconds, such as 540, not {stop_after!r}")
     if stop_after is not None and stop_after <= 0:
         raise UserError("--stop-after needs a positive time, for example 9m")
     sentences()  # read now, as a signal can arrive during an import that reading them needs

@@ -52,11 +52,6 @@ def significant(value: float | None, figures: int = 3) -> str:
     return fixed(value, max(0, figures - before))
 
 
-def figure(value: float) -> str:
-    """A figure of any size: 0.06168, 4.14, 44,896,768."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def learning_rate(lr: float | None) -> str:
     """0.003, and 3e-5 rather than 3e-05."""
     if lr is None:

@@ -9,6 +9,7 @@ from oelm.study.report.document import Block, Paragraph, Table, TableCell, make_
 from oelm.study.report.tables import name_cell
 from oelm.study.report.view import View
 from oelm.study.result_types import Group
+from oelm.system.progress import figure
 
 Cells = Sequence[str | TableCell]
 MOST_POINTS = 12  # of a history, evenly spread, with its first, best and last; the JSON has all of them
@@ -44,7 +45,7 @@ def _beside(view: View, published: Row) -> Table:
     """Every published figure that the runs have too."""
     head = [published["experiment"], view.words("training.as_published"), view.words("training.here")]
     rows = [
-        [name, *(numbers.figure(row[side]) for side in ("published", "here"))]
+        [name, *(figure(row[side]) for side in ("published", "here"))]
         for name, row in published.get("beside", {}).items()
     ]
     return make_table(head, rows)
