@@ -154,6 +154,8 @@ def test_what_a_caller_of_python_relies_on(tmp_path, monkeypatch, capsys):
     answers = oelm.Predictor(result.folder).file(tmp_path / "d.csv", **columns)
     right = sum(row["topic"] == row["predicted_label"] for row in answers)
     assert len(answers) == 80 and f"{right} of the 80 labels" in answers.compared
+    with pytest.raises(UserError, match=r"x is the folder of a run; its model is .*x/model$"):
+        oelm.load(result.folder)
     with pytest.raises(TypeError, match="unknown option 'stepz'"):
         oelm.train(data=tmp_path / "d.csv", stepz=2)
     with pytest.raises(oelm.Interrupted):

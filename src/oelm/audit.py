@@ -45,6 +45,8 @@ class Fingerprint:
         """The fingerprint after learned adapters or factors were merged, by PEFT or `into` these weights,
         whose digests are cleared. `present` are the names of all parameters that the model has now."""
         learned = {name for name in self.trainable if any(test(name) for test in LEARNED.values())}
+        if not learned:  # taken of the merged weights themselves
+            return self
         blank = {name for name in self.frozen if name in into or (is_adapted(name) and name not in present)}
         now = {name: name if name in present else plain_name(name) for name in self.frozen}
         return Fingerprint(

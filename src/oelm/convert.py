@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,8 @@ def refreeze(model: PreTrainedModel) -> PreTrainedModel:
 
 def load(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a converted model with its own class and its frozen state. `kwargs` go to `from_pretrained`."""
+    if (Path(path) / "config.toml").is_file():
+        raise UserError(f"{path} is the folder of a run; its model is {Path(path) / 'model'}")
     if not getattr(load_config(path, **hub_arguments(kwargs)), "oelm", None):
         raise UserError(f"{path} was not converted by oelm: its config.json has no 'oelm' entry")
     return refreeze(load_as_saved(path, **kwargs))

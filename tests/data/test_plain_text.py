@@ -78,7 +78,7 @@ def test_a_test_file_and_another_split_seed(tmp_path: Path) -> None:
     ("name", "content", "options", "says"),
     [
         ("a.txt", b"one\n\ntwo", {}, "has 2 documents with text; at least 3 are needed"),
-        ("a.txt", b"", {}, "has no rows"),
+        ("a.txt", b"", {}, "a.txt has no text"),
         ("a.txt", b"a\n\nb\n\nc\xff\n\nd", {}, "line 5: byte 0xff is not UTF-8"),
         ("a.txt", b"a\n\nb\n\nc\n\nd", {"label": "topic"}, "leave out label"),
         ("a.txt", b"a\n\nb\n\nc\n\nd", {"text": "body"}, "no column 'body'; it has: text"),

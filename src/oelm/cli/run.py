@@ -146,10 +146,12 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     Example: oelm audit runs/x
     """
     with without_collection():
-        from oelm.inference.trained import Trained
+        from oelm.audit import merged_into, method_of
+    from oelm.inference.trained import Trained
 
     try:
-        checked = Trained(run).audit()  # loading a model audits it, too
+        trained = Trained(run)
+        checked = trained.audit()  # loading a model audits it, too
     except AuditError as error:
         if as_json:
             say(json.dumps({"problems": [problem.to_dict() for problem in error.problems]}))
@@ -160,13 +162,23 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     if not checked.frozen_tensors:
         say(f"{run}: clean. Nothing is frozen in the model that was saved")
         return
-    text = f"{run}: clean. {checked.frozen_parameters:,} parameters in {checked.frozen_tensors} "
-    text += f"tensor{'s' * (checked.frozen_tensors != 1)} are, "
-    text += "bit for bit, what they were"
+    sizes = {name: parameter.numel() for name, parameter in trained.model.named_parameters()}
+    learned = merged_into(trained.model, method_of(trained.model)) & sizes.keys()  # no bits to compare with
+    tensors = checked.frozen_tensors - len(learned)
+    parameters = checked.frozen_parameters - sum(sizes[name] for name in learned)
+    found = []
+    if tensors:
+        counts = f"{parameters:,} parameters in {tensors} tensor{'s' * (tensors != 1)}"
+        found.append(f"{counts} are, bit for bit, what they were")
+    if learned:
+        found.append(
+            f"{checked.frozen_parameters - parameters:,} frozen parameters cannot be compared: "
+            "what was learned beside them is merged into them"
+        )
     if heads := checked.orthonormal_heads:
         within = f"{checked.largest_deviation:.1e} (tolerance {checked.tolerance:.1e})"
-        text += f"; {heads} blocks are orthonormal to {within}"
-    say(text)
+        found.append(f"{heads} blocks are orthonormal to {within}")
+    say(f"{run}: clean. {'; '.join(found)}")
 
 
 @app.command()

@@ -183,7 +183,9 @@ def load_file(
             dataset, part, whole_pairs=text_pair is not None or (chosen.by_source and not chosen.writes)
         )
         if not len(part.keys):
-            raise UserError(f"{part.source.name} has no rows")
+            raise UserError(
+                f"{part.source.name} has no {'text' if is_text(part.source.paths[0]) else 'rows'}"
+            )
     chosen.read_file(dataset, len(held) + 1)
     for role, share in held.items():
         data.hold_out(dataset, role, share, split_seed, "text" if chosen.by_source else None)
