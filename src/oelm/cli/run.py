@@ -147,7 +147,7 @@ def audit(run: Run, plugin: options.Plugin = None, as_json: options.AsJson = Fal
     """
     with without_collection():
         from oelm.audit import merged_into, method_of
-    from oelm.inference.trained import Trained
+        from oelm.inference.trained import Trained
 
     try:
         trained = Trained(run)
