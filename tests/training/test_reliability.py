@@ -218,7 +218,7 @@ def test_told_to_stop_in_an_evaluation_it_does_not_wait_for_its_end(
     """It is made once more when the run goes on; that one is broken off too, or killed at its end."""
     config, reference = unbroken(**EARLY)
     out = tmp_path / "run"
-    batch = "Display.evaluating"
+    batch = "Display.show_evaluation"
     ended = machine.run(config, out, strike=Strike(signal.SIGTERM, call=batch))
     assert ended.code == 75, ended.text
     assert kept(out)[-1] == "step-00000004"
